@@ -1,0 +1,32 @@
+# Two commands do all from a bare clone with Python 3.11+, make and a package index:
+#   make demo    trains a Mixture-of-Experts language model through our operators
+#   make test    linters, type checker and the whole test suite
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint bench warm clean
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --upgrade pip setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[demo,bench,dev]"
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/moeroute demo $(ARGS)
+
+test: $(VENV)/ready lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/ready
+	$(BIN)/moeroute bench $(ARGS)
+
+clean:
+	rm -rf $(VENV) out build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,95 @@
+"""Validators. Every error of the package is made here, in one form:
+
+    moeroute.permute: tokens must be [T, H] with T = 6, as the plan; got shape [5, 16]
+
+`wrong_*` build the exception and the caller raises it, so the good path formats nothing.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def wrong_value(operator: str, argument: str, wanted: str, got: object) -> ValueError:
+    return ValueError(f"moeroute.{operator}: {argument} must be {wanted}; got {got}")
+
+
+def wrong_type(operator: str, argument: str, wanted: str, got: object) -> TypeError:
+    return TypeError(f"moeroute.{operator}: {argument} must be {wanted}; got {type(got).__name__}")
+
+
+def wrong_shape(operator: str, argument: str, wanted: str, tensor: Tensor) -> ValueError:
+    return wrong_value(operator, argument, wanted, f"shape {list(tensor.shape)}")
+
+
+def wrong_dtype(operator: str, argument: str, wanted: str, tensor: Tensor) -> TypeError:
+    return TypeError(f"moeroute.{operator}: {argument} must be {wanted}; got {tensor.dtype}")
+
+
+def tensor(operator: str, argument: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise wrong_type(operator, argument, "a torch.Tensor", value)
+    return value
+
+
+def integer(
+    operator: str, argument: str, value: Any, minimum: int | None = None, maximum: int | None = None
+) -> int:
+    """An int (or a symbolic one) inside [minimum, maximum]; a bool is not an int here."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise wrong_type(operator, argument, "an int", value)
+    if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
+        if maximum is None:
+            wanted = f"at least {minimum}"
+        elif minimum is None:
+            wanted = f"at most {maximum}"
+        else:
+            wanted = f"in {minimum}..{maximum}"
+        raise wrong_value(operator, argument, wanted, value)
+    return value  # type: ignore[return-value]  # a SymInt stands for an int under torch.compile
+
+
+def number(operator: str, argument: str, value: Any) -> float:
+    """A finite float (an int is one too)."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise wrong_type(operator, argument, "a float", value)
+    if not -math.inf < value < math.inf:  # math.isfinite breaks the graph of torch.compile
+        raise wrong_value(operator, argument, "finite", value)
+    return value
+
+
+def same_device(operator: str, first_argument: str, first: Tensor, argument: str, other: Tensor) -> None:
+    if first.device != other.device:
+        raise wrong_value(operator, argument, f"on {first.device}, as {first_argument}", other.device)
+
+
+def one_of(operator: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise wrong_value(operator, argument, "one of " + ", ".join(map(repr, allowed)), repr(value))
+    return str(value)
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The bytes [first, last) from the tensor's lowest to its highest element."""
+    if tensor.numel() == 0:
+        return 0, 0
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.data_ptr()
+    return first, first + (reach + 1) * tensor.element_size()
+
+
+def writable(operator: str, argument: str, out: Tensor, *inputs: Tensor | None) -> None:
+    """A buffer to write into: no memory shared inside it or with an input, on the inputs' device."""
+    if torch._debug_has_internal_overlap(out) == 1:
+        raise wrong_value(operator, argument, "a tensor whose elements do not overlap", f"strides {out.stride()}")
+    low, high = _span(out)
+    for other in inputs:
+        if other is None:
+            continue
+        if other.device != out.device:
+            raise wrong_value(operator, argument, f"on {other.device}, as the inputs", out.device)
+        first, last = _span(other)
+        if first < high and low < last:
+            raise wrong_value(operator, argument, "memory of its own", "memory shared with an input")

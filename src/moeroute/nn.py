@@ -1,0 +1,597 @@
+"""A Mixture-of-Experts layer for training: router, routing by this package's operators, SwiGLU experts.
+
+>>> import torch
+>>> from moeroute.nn import MoE, SwiGLU
+>>> _ = torch.manual_seed(0)
+>>> layer = MoE(hidden_size=16, intermediate_size=32, num_experts=8, k=2, shared_expert=SwiGLU(16, 32))
+>>> x = torch.randn(4, 5, 16)
+>>> output, routing = layer(x, return_routing=True)
+>>> output.shape, routing.gating.weights.shape, int(routing.plan.tokens_per_expert.sum())
+(torch.Size([4, 5, 16]), torch.Size([20, 2]), 40)
+>>> loss = output.square().mean() + 1e-2 * routing.statistics().loss() + 1e-3 * routing.z_loss()
+>>> loss.backward()
+
+The layer keeps no counters and no "last" anything: what a step wants to know about its routing comes
+back as a value. So recomputation (activation checkpointing) cannot count a token twice, and two
+threads cannot mix up their batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from moeroute import check, memory
+from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
+from moeroute.ops.gating.op import Gating, gating_topk
+from moeroute.ops.permutation.op import permute, unpermute
+from moeroute.ops.planning.op import RoutingPlan, capacity_from_factor, plan_from_expert_ids
+
+INITIAL_STD = 0.02
+
+# ---------------------------------------------------------------------------------------------------
+# Products over expert segments. The first sizes[0] rows belong to expert 0, the next sizes[1] to
+# expert 1, and so on; rows beyond the last segment are padding and are never read. Two operators,
+# closed under differentiation:
+#
+#   y = grouped_linear(x, w)    y_e = x_e w_e^T       dx = grouped_linear(dy, w^T)   dw = grouped_outer(dy, x)
+#   g = grouped_outer(a, b)     g_e = a_e^T b_e       da = grouped_linear(b, dg)     db = grouped_linear(a, dg^T)
+#
+# Autograd's own way, weight[e] in a loop, would build a gradient of the size of all experts for each.
+# ---------------------------------------------------------------------------------------------------
+
+LIBRARY = torch.library.Library("moeroute", "FRAGMENT")
+LIBRARY.define("grouped_linear(Tensor rows, Tensor weight, Tensor sizes) -> Tensor")
+LIBRARY.define("grouped_outer(Tensor left, Tensor right, Tensor sizes) -> Tensor")
+
+
+def _segments(operator: str, sizes: Tensor, num_rows: int) -> list[tuple[int, int]]:
+    counts = sizes.tolist()
+    stops = list(itertools.accumulate(counts))
+    if any(count < 0 for count in counts) or (stops and stops[-1] > num_rows):
+        wanted = f"at least 0 each and no more than the {num_rows} rows in all"
+        raise check.wrong_value(operator, "sizes", wanted, counts)
+    return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+
+
+def _grouped_linear_kernel(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+    segments = _segments("grouped_linear", sizes, rows.shape[0])
+    out = memory.empty((rows.shape[0], weight.shape[1]), rows.dtype, rows.device)
+    for expert, (start, stop) in enumerate(segments):
+        if stop > start:
+            torch.mm(rows[start:stop], weight[expert].t(), out=out[start:stop])
+    out[segments[-1][1] if segments else 0 :].zero_()
+    return out
+
+
+def _grouped_outer_kernel(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    segments = _segments("grouped_outer", sizes, left.shape[0])
+    out = memory.empty((len(segments), left.shape[1], right.shape[1]), left.dtype, left.device)
+    for expert, (start, stop) in enumerate(segments):
+        if stop > start:
+            torch.mm(left[start:stop].t(), right[start:stop], out=out[expert])
+        else:
+            out[expert].zero_()
+    return out
+
+
+LIBRARY.impl("grouped_linear", _grouped_linear_kernel, "CompositeExplicitAutograd")
+LIBRARY.impl("grouped_outer", _grouped_outer_kernel, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("moeroute::grouped_linear", lib=LIBRARY)
+def _grouped_linear_shape(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[1])
+
+
+@torch.library.register_fake("moeroute::grouped_outer", lib=LIBRARY)
+def _grouped_outer_shape(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    return left.new_empty(sizes.shape[0], left.shape[1], right.shape[1])
+
+
+
+def _linear(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+    if forward_ad._current_level < 0:
+        return torch.ops.moeroute.grouped_linear.default(rows, weight, sizes)
+    # A registered operator loses tangents without a word; torch's own do not.
+    segments = _segments("grouped_linear", sizes, rows.shape[0])
+    parts = [rows[start:stop] @ weight[expert].t() for expert, (start, stop) in enumerate(segments)]
+    padding = rows.new_zeros(rows.shape[0] - sum(len(part) for part in parts), weight.shape[1])
+    return torch.cat([*parts, padding])
+
+
+def _outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    if forward_ad._current_level < 0:
+        return torch.ops.moeroute.grouped_outer.default(left, right, sizes)
+    segments = _segments("grouped_outer", sizes, left.shape[0])
+    return torch.stack([left[start:stop].t() @ right[start:stop] for start, stop in segments])
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    rows, weight, sizes = ctx.saved_tensors
+    needs_rows, needs_weight, _ = ctx.needs_input_grad
+    grad_rows = _linear(grad, weight.transpose(1, 2), sizes) if needs_rows else None
+    grad_weight = _outer(grad, rows, sizes) if needs_weight else None
+    return grad_rows, grad_weight, None
+
+
+def _grouped_outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    left, right, sizes = ctx.saved_tensors
+    needs_left, needs_right, _ = ctx.needs_input_grad
+    grad_left = _linear(right, grad, sizes) if needs_left else None
+    grad_right = _linear(left, grad.transpose(1, 2), sizes) if needs_right else None
+    return grad_left, grad_right, None
+
+
+torch.library.register_autograd(
+    "moeroute::grouped_linear", _grouped_linear_backward, setup_context=_save_inputs, lib=LIBRARY
+)
+torch.library.register_autograd(
+    "moeroute::grouped_outer", _grouped_outer_backward, setup_context=_save_inputs, lib=LIBRARY
+)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int]) -> Tensor:
+    """One linear map per expert over contiguous segments: ``out[segment e] = rows[segment e] @ weight[e].T``.
+
+    Rows beyond the last segment are padding: they are not read, their output and their gradient are 0.
+    Every product is written where it belongs, forward and backward; nothing is copied or concatenated.
+    Like `torch.nn.Linear` it works in autocast's dtype where autocast is on. Differentiable to any order,
+    forward mode included.
+
+    Args:
+        rows: [R, I], float.
+        weight: [E, O, I], the dtype of rows.
+        sizes: [E] rows of each expert, in order: ints, or an int64 tensor (on another device it is
+            fetched: a synchronisation).
+
+    >>> import torch
+    >>> from moeroute.nn import grouped_linear
+    >>> rows = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    >>> grouped_linear(rows, torch.tensor([[[10.0]], [[100.0]]]), [2, 1]).T
+    tensor([[ 10.,  20., 300.,   0.]])
+    """
+    operator = "grouped_linear"
+    check.tensor(operator, "rows", rows)
+    check.tensor(operator, "weight", weight)
+    if not rows.is_floating_point():
+        raise check.wrong_dtype(operator, "rows", "of a floating-point dtype", rows)
+    if rows.ndim != 2:
+        raise check.wrong_shape(operator, "rows", "[R, I]", rows)
+    if weight.ndim != 3 or weight.shape[2] != rows.shape[1]:
+        raise check.wrong_shape(operator, "weight", f"[E, O, I] with I = {rows.shape[1]}, as rows", weight)
+    check.same_device(operator, "rows", rows, "weight", weight)
+    if not isinstance(sizes, Tensor):
+        for size in sizes:
+            check.integer(operator, "sizes", size)
+        sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+    if sizes.dtype != torch.int64:
+        raise check.wrong_dtype(operator, "sizes", "torch.int64", sizes)
+    if sizes.ndim != 1 or sizes.shape[0] != weight.shape[0]:
+        raise check.wrong_shape(operator, "sizes", f"[E] with E = {weight.shape[0]}, as weight", sizes)
+    device = rows.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
+        rows, weight = (t if t.dtype == torch.float64 else t.to(autocast) for t in (rows, weight))
+    if weight.dtype != rows.dtype:
+        raise check.wrong_dtype(operator, "weight", f"{rows.dtype}, as rows", weight)
+    return _linear(rows, weight, sizes.cpu())
+
+
+# ---------------------------------------------------------------------------------------------------
+# Modules
+# ---------------------------------------------------------------------------------------------------
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), the dense MLP of the experts' kind; for the shared expert."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.gate_up_proj.weight, std=INITIAL_STD)
+        nn.init.normal_(self.down_proj.weight, std=INITIAL_STD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        result: Tensor = self.down_proj(F.silu(gate) * up)
+        return result
+
+
+class Experts(nn.Module):
+    """The experts, each down(silu(gate(x)) * up(x)), over rows that are grouped by expert.
+
+    Parameters, with the names and the order of Hugging Face's expert modules:
+
+    - ``gate_up_proj`` [E, 2 * intermediate, hidden]: gate, then up
+    - ``down_proj`` [E, hidden, intermediate]
+
+    Both start as normal(0, 0.02), the Hugging Face default.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check.integer("nn.Experts", "num_experts", num_experts, minimum=1)
+        check.integer("nn.Experts", "hidden_size", hidden_size, minimum=1)
+        check.integer("nn.Experts", "intermediate_size", intermediate_size, minimum=1)
+        shape = num_experts, 2 * intermediate_size, hidden_size
+        self.gate_up_proj = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        shape = num_experts, hidden_size, intermediate_size
+        self.down_proj = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.gate_up_proj, std=INITIAL_STD)
+        nn.init.normal_(self.down_proj, std=INITIAL_STD)
+
+    def forward(self, rows: Tensor, rows_per_expert: Tensor | Sequence[int]) -> Tensor:
+        """[R, hidden] to [R, hidden]; rows beyond ``sum(rows_per_expert)`` come out as 0."""
+        if isinstance(rows_per_expert, Tensor):
+            rows_per_expert = rows_per_expert.cpu()  # once, not in each of the products
+        gate, up = grouped_linear(rows, self.gate_up_proj, rows_per_expert).chunk(2, dim=-1)
+        return grouped_linear(F.silu(gate) * up, self.down_proj, rows_per_expert)
+
+    def extra_repr(self) -> str:
+        num_experts, hidden_size, intermediate_size = self.down_proj.shape
+        return f"{num_experts}, {hidden_size}, {intermediate_size}"
+
+
+class Router(nn.Module):
+    """Logits in float32, whatever the dtype of tokens and weight and whatever autocast says; then the choice.
+
+    The options are those of `gating_topk`. With ``expert_bias=True`` the module has a buffer
+    ``expert_bias`` [E], which counts for the selection only and starts at 0. It is float32 and stays so
+    under ``.bfloat16()``, ``.half()`` and ``.to(dtype)``, since steps of 1e-3 vanish in a half type. After
+    a step:
+
+    >>> import torch, moeroute
+    >>> from moeroute.nn import MoE
+    >>> layer = MoE(16, 32, num_experts=8, k=2, score="sigmoid", expert_bias=True).bfloat16()
+    >>> output, routing = layer(torch.randn(10, 16, dtype=torch.bfloat16), return_routing=True)
+    >>> bias = layer.router.expert_bias
+    >>> counts = routing.statistics().tokens_per_expert
+    >>> bias.copy_(moeroute.update_expert_bias(bias, counts, rate=1e-3)).dtype
+    torch.float32
+
+    ``weight`` [E, hidden] starts as normal(0, 0.02).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        k: int,
+        *,
+        score: str = "softmax",
+        expert_bias: bool = False,
+        num_groups: int = 1,
+        topk_groups: int | None = None,
+        group_score: str = "max",
+        renormalize: bool | None = None,
+        scaling_factor: float = 1.0,
+        eps: float = 1e-20,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        check.integer("nn.Router", "hidden_size", hidden_size, minimum=1)
+        check.integer("nn.Router", "num_experts", num_experts, minimum=1)
+        self.k = k
+        self.score = score
+        self.num_groups = num_groups
+        self.topk_groups = topk_groups
+        self.group_score = group_score
+        self.renormalize = renormalize
+        self.scaling_factor = scaling_factor
+        self.eps = eps
+        self.backend = backend
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        self.expert_bias: Tensor | None
+        bias = torch.zeros(num_experts, device=device, dtype=torch.float32) if expert_bias else None
+        self.register_buffer("expert_bias", bias)
+        # No tokens: the operator looks at the options only.
+        self._choose(torch.empty(0, num_experts, dtype=torch.float32, device="cpu"), None, None, "reference")
+        self._warn_of_constant_weights()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=INITIAL_STD)
+        if self.expert_bias is not None:
+            nn.init.zeros_(self.expert_bias)
+
+    def forward(self, tokens: Tensor, expert_ids: Tensor | None = None) -> tuple[Gating, Tensor]:
+        """[T, hidden] to the choice and the float32 logits [T, E]; with ``expert_ids`` these are used (replay)."""
+        device = tokens.device.type
+        wide = torch.float64 if tokens.dtype == torch.float64 else torch.float32
+        if torch.amp.is_autocast_available(device):
+            with torch.autocast(device, enabled=False):
+                logits = F.linear(tokens.to(wide), self.weight.to(wide))
+        else:
+            logits = F.linear(tokens.to(wide), self.weight.to(wide))
+        return self._choose(logits, self.expert_bias, expert_ids, self.backend), logits
+
+    def probabilities(self, gating: Gating, logits: Tensor) -> Tensor:
+        """[T, E] for the balance loss, rows that sum to 1: softmax, or the scores divided by their sum."""
+        if self.score == "softmax":
+            return gating.scores
+        if self.score == "topk_softmax":
+            return logits.softmax(dim=-1)
+        return gating.scores / (gating.scores.sum(dim=-1, keepdim=True) + self.eps)
+
+    def extra_repr(self) -> str:
+        num_experts, hidden_size = self.weight.shape
+        bias = self.expert_bias is not None
+        return f"{hidden_size}, {num_experts}, k={self.k}, score={self.score!r}, expert_bias={bias}"
+
+    def _choose(
+        self, logits: Tensor, bias: Tensor | None, expert_ids: Tensor | None, backend: str | None
+    ) -> Gating:
+        return gating_topk(
+            logits,
+            self.k if expert_ids is None else expert_ids.shape[-1],
+            score=self.score,
+            bias=bias,
+            num_groups=self.num_groups,
+            topk_groups=self.topk_groups,
+            group_score=self.group_score,
+            renormalize=self.renormalize,
+            scaling_factor=self.scaling_factor,
+            eps=self.eps,
+            expert_ids=expert_ids,
+            backend=backend,
+        )
+
+    def _warn_of_constant_weights(self) -> None:
+        renormalize = self.renormalize
+        if renormalize is None:
+            renormalize = self.score in ("sigmoid", "sqrtsoftplus")
+        if self.k == 1 and (self.score == "topk_softmax" or renormalize):
+            how = "score='topk_softmax'" if self.score == "topk_softmax" else "renormalize=True"
+            warnings.warn(
+                f"moeroute.nn.Router: with k=1 and {how} the weight is the constant 1, so the router gets no"
+                " gradient from the output; use score='softmax' with renormalize=False",
+                stacklevel=3,
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        before = self.expert_bias
+        super()._apply(fn, recurse)
+        after = self.expert_bias
+        if before is not None and after is not None and after.dtype in (torch.float16, torch.bfloat16):
+            # From the old values: the new ones are rounded already.
+            self.expert_bias = before.to(after.device)
+        return self
+
+
+class Routing(NamedTuple):
+    """What a forward pass decided; plain values, nothing of it is kept in the layer.
+
+    - ``gating``: weights [T, K], expert_ids [T, K] (padding tokens included), scores [T, E]
+    - ``plan``: where each slot's copy went, after padding tokens and slots over capacity were left out
+    - ``logits``: float32 [T, E]
+    - ``probabilities``: [T, E], rows that sum to 1, for the balance loss
+    - ``padding_mask``: [T] bool or None, as given
+    """
+
+    gating: Gating
+    plan: RoutingPlan
+    logits: Tensor
+    probabilities: Tensor
+    padding_mask: Tensor | None
+
+    def statistics(self) -> BalanceStatistics:
+        """What the router wanted, before capacity and without padding; ``.loss()`` is the balance loss."""
+        return balance_statistics(self.probabilities, self.gating.expert_ids, padding_mask=self.padding_mask)
+
+    def z_loss(self) -> Tensor:
+        """`router_z_loss` of the logits."""
+        return router_z_loss(self.logits, padding_mask=self.padding_mask)
+
+
+class MoE(nn.Module):
+    """Router, `num_experts` SwiGLU experts of which each token takes `k`, and maybe a shared expert.
+
+    Args:
+        hidden_size, intermediate_size, num_experts, k: the sizes.
+        score ... eps: the gating, see `gating_topk`; expert_bias: see `Router`.
+        capacity_factor: an expert takes at most ceil(T * k * factor / num_experts) slots of a call with T tokens
+            (padding included); those over it are dropped, their share of the output is 0. None: no limit.
+        drop: which slots are dropped, "position" (the last tokens) or "weight" (the smallest weights).
+        align: rows of each expert are padded with zeros to a multiple of it.
+        shared_expert: a module [T, hidden] -> [T, hidden] whose output is added, `SwiGLU` for instance.
+        device, dtype: of the parameters (not of ``shared_expert``, which comes built).
+        backend: of the routing operators.
+
+    Weights start as normal(0, 0.02), the Hugging Face default. The rows per expert are read
+    back once a call. Without ``capacity_factor``, ``align`` and ``padding_mask`` nothing else is.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        k: int,
+        *,
+        score: str = "softmax",
+        expert_bias: bool = False,
+        num_groups: int = 1,
+        topk_groups: int | None = None,
+        group_score: str = "max",
+        renormalize: bool | None = None,
+        scaling_factor: float = 1.0,
+        eps: float = 1e-20,
+        capacity_factor: float | None = None,
+        drop: str = "position",
+        align: int = 1,
+        shared_expert: nn.Module | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str | None = None,
+    ) -> None:
+        super().__init__()
+        if capacity_factor is not None:
+            check.number("nn.MoE", "capacity_factor", capacity_factor)
+            if capacity_factor < 0:
+                raise check.wrong_value("nn.MoE", "capacity_factor", "at least 0", capacity_factor)
+        check.one_of("nn.MoE", "drop", drop, ("position", "weight"))
+        check.integer("nn.MoE", "align", align, minimum=1)
+        self.num_experts = num_experts
+        self.capacity_factor = capacity_factor
+        self.drop = drop
+        self.align = align
+        self.backend = backend
+        self.router = Router(
+            hidden_size,
+            num_experts,
+            k,
+            score=score,
+            expert_bias=expert_bias,
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            group_score=group_score,
+            renormalize=renormalize,
+            scaling_factor=scaling_factor,
+            eps=eps,
+            device=device,
+            dtype=dtype,
+            backend=backend,
+        )
+        self.experts = Experts(num_experts, hidden_size, intermediate_size, device=device, dtype=dtype)
+        self.shared_expert = shared_expert
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        padding_mask: Tensor | None = ...,
+        expert_ids: Tensor | None = ...,
+        return_routing: Literal[False] = ...,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        padding_mask: Tensor | None = ...,
+        expert_ids: Tensor | None = ...,
+        return_routing: Literal[True],
+    ) -> tuple[Tensor, Routing]: ...
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        padding_mask: Tensor | None = None,
+        expert_ids: Tensor | None = None,
+        return_routing: bool = False,
+    ) -> Tensor | tuple[Tensor, Routing]:
+        """[..., hidden] to [..., hidden].
+
+        Args:
+            x: [..., hidden]; never changed.
+            padding_mask: [...] bool, True = padding: such a token takes no row and no capacity, and the
+                experts give it 0.
+            expert_ids: [..., K], experts to use instead of a selection (replay).
+            return_routing: return ``(output, routing)`` with a `Routing`. Under activation checkpointing
+                use ``use_reentrant=False``: the reentrant kind cuts the gradients of whatever is not a
+                plain tensor (or compute the losses inside the checkpointed function).
+
+        Under autocast the output has autocast's dtype, as that of `torch.nn.Linear`.
+        """
+        padding_mask, expert_ids = self._check(x, padding_mask, expert_ids)
+        tokens = x.reshape(-1, x.shape[-1])
+        gating, logits = self.router(tokens, expert_ids)
+        live_ids = gating.expert_ids
+        if padding_mask is not None:
+            # Before the plan, so that padding takes no capacity.
+            live_ids = live_ids.masked_fill(padding_mask[:, None], -1)
+        plan = plan_from_expert_ids(
+            live_ids,
+            self.num_experts,
+            capacity=self._capacity(live_ids),
+            drop=self.drop,
+            weights=gating.weights,
+            align=self.align,
+            num_rows=self._num_rows(live_ids, padding_mask),
+            backend=self.backend,
+        )
+        rows = permute(tokens, plan, backend=self.backend)
+        rows = self.experts(rows, plan.rows_per_expert)
+        output = unpermute(rows, plan, gating.weights, backend=self.backend)
+        if self.shared_expert is not None:
+            output = output + self.shared_expert(tokens)
+        output = output.reshape(x.shape)
+        if not return_routing:
+            return output
+        probabilities = self.router.probabilities(gating, logits)
+        return output, Routing(gating, plan, logits, probabilities, padding_mask)
+
+    def _capacity(self, expert_ids: Tensor) -> int | None:
+        if self.capacity_factor is None:
+            return None
+        return capacity_from_factor(*expert_ids.shape, self.num_experts, self.capacity_factor)
+
+    def _num_rows(self, expert_ids: Tensor, padding_mask: Tensor | None) -> int | None:
+        if padding_mask is None and self.capacity_factor is None and self.align == 1:
+            return expert_ids.shape[0] * expert_ids.shape[1]
+        return None  # the plan reads the number of live slots
+
+    def _check(
+        self, x: Tensor, padding_mask: Tensor | None, expert_ids: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The arguments, checked, in [T] and [T, K]."""
+        operator = "nn.MoE"
+        check.tensor(operator, "x", x)
+        weight = self.router.weight
+        if not x.is_floating_point():
+            raise check.wrong_dtype(operator, "x", "of a floating-point dtype", x)
+        if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+            raise check.wrong_shape(operator, "x", f"[..., H] with H = {weight.shape[1]}", x)
+        check.same_device(operator, "the layer's weights", weight, "x", x)
+        leading = list(x.shape[:-1])
+        if padding_mask is not None:
+            check.tensor(operator, "padding_mask", padding_mask)
+            if padding_mask.dtype != torch.bool:
+                raise check.wrong_dtype(operator, "padding_mask", "torch.bool, True = padding", padding_mask)
+            if list(padding_mask.shape) != leading:
+                raise check.wrong_shape(operator, "padding_mask", f"{leading}, as x without H", padding_mask)
+            padding_mask = padding_mask.reshape(-1)
+        if expert_ids is not None:
+            check.tensor(operator, "expert_ids", expert_ids)
+            if expert_ids.ndim == 0 or list(expert_ids.shape[:-1]) != leading:
+                wanted = "[" + ", ".join(map(str, [*leading, "K"])) + "], as x"
+                raise check.wrong_shape(operator, "expert_ids", wanted, expert_ids)
+            expert_ids = expert_ids.reshape(-1, expert_ids.shape[-1])
+        return padding_mask, expert_ids

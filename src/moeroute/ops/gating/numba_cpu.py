@@ -1,0 +1,634 @@
+"""Gating on the CPU: kernels, then launchers.
+
+A row is widened to float32 as it comes in and narrowed as it goes out, so that one compiled kernel
+serves all dtypes. In between it is worked off in blocks of 64 experts: scores, then integer keys in
+the order of the values, then a search for the best k keys. Every id is range-checked before it is used.
+"""
+
+import numba
+import numpy as np
+import torch
+from numba import boolean, float32, int64, prange
+from torch import Tensor
+
+from moeroute import memory
+from moeroute.ops.launch import SERIAL_WORK, Kernel, kernel, parallel_kernel
+from moeroute.ops.simd import (
+    LANES,
+    advance,
+    bits,
+    choose,
+    floats,
+    float32_ptr,
+    int32_ptr,
+    ints,
+    is_null,
+    lane_bits,
+    lane_numbers,
+    lanes_below,
+    largest,
+    load,
+    load_ints,
+    load_tail,
+    lowest_bit,
+    pairwise,
+    retyped,
+    splat,
+    square_root,
+    store,
+    store_ints,
+    store_tail,
+    two_largest,
+    zeros,
+)
+
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "topk_softmax": 3}
+SOFTMAX, SIGMOID, SQRTSOFTPLUS, TOPK_SOFTMAX = range(4)
+FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FLOAT32, BFLOAT16, FLOAT16 = range(3)
+
+ZERO, HALF, ONE, TWO = map(np.float32, (0, 0.5, 1, 2))
+INFINITY = np.float32(np.inf)
+CPU = torch.device("cpu")
+
+# exp; the numbers are those of docs/arithmetic.md
+EXP_HIGH, EXP_LOW = np.float32(89), np.float32(-104)
+LOG2_E = np.float32(1.44269504)
+MAGIC = np.float32(12582912)
+MAGIC_BITS = np.int32(0x4B400000)
+LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+E5, E4, E3, E2, E1, E0 = map(
+    np.float32,
+    (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1),
+)
+L15, L13, L11, L9, L7, L5, L3 = (np.float32(1 / n) for n in (15, 13, 11, 9, 7, 5, 3))
+S7, S6, S5, S4, S3, S2, S1 = (
+    np.float32(c) for c in (-1 / 40320, 1 / 5040, -1 / 720, 1 / 120, -1 / 24, 1 / 6, -1 / 2)
+)
+
+# Keys: int32 in the order of the values.
+LOWEST = np.int32(-(2**31))  # below every value's key: a lane without an expert
+NAN_KEY = np.int32(2**31 - 1)
+MINUS_INFINITY_KEY = np.int32(-2139095041)
+MAGNITUDE = np.int32(0x7FFFFFFF)
+INFINITY_BITS = np.int32(0x7F800000)
+SIGN_SHIFT, ONE_BIT, BIAS, MANTISSA = map(np.int32, (31, 1, 127, 23))
+
+
+# ---------------------------------------------------------------------------- kernels: rows, elementary functions
+
+
+@kernel
+def some(pointer, offset, count):
+    """A block, or its first `count` elements."""
+    if count == LANES:
+        return load(pointer, offset)
+    return load_tail(pointer, offset, count)
+
+
+@kernel
+def put(pointer, offset, block, count):
+    if count == LANES:
+        store(pointer, offset, block)
+    else:
+        store_tail(pointer, offset, block, count)
+
+
+@kernel
+def widen_row(row, source, size, filler):
+    """`size` elements as float32; `filler` up to the end of the last block."""
+    for j in range(0, size, LANES):
+        count = min(LANES, size - j)
+        store(row, j, choose(lanes_below(count), some(source, j, count), splat(filler)))
+
+
+@kernel
+def widen(row, source, dtype, offset, size, filler):
+    if dtype == FLOAT32:
+        widen_row(row, advance(source, offset), size, filler)
+    elif dtype == BFLOAT16:
+        widen_row(row, advance(retyped(source, "bfloat16"), offset), size, filler)
+    else:
+        widen_row(row, advance(retyped(source, "float16"), offset), size, filler)
+
+
+@kernel
+def narrow_row(target, row, size):
+    for j in range(0, size, LANES):
+        put(target, j, load(row, j), min(LANES, size - j))
+
+
+@kernel
+def narrow(target, dtype, offset, row, size):
+    if dtype == FLOAT32:
+        narrow_row(advance(target, offset), row, size)
+    elif dtype == BFLOAT16:
+        narrow_row(advance(retyped(target, "bfloat16"), offset), row, size)
+    else:
+        narrow_row(advance(retyped(target, "float16"), offset), row, size)
+
+
+@kernel
+def exp(x):
+    x = choose(x > splat(EXP_HIGH), splat(EXP_HIGH), x)
+    x = choose(splat(EXP_LOW) > x, splat(EXP_LOW), x)
+    shifted = x * splat(LOG2_E) + splat(MAGIC)
+    n = shifted - splat(MAGIC)
+    r = x - n * splat(LN2_HIGH)
+    r = r - n * splat(LN2_LOW)
+    y = splat(E5) * r + splat(E4)
+    y = y * r + splat(E3)
+    y = y * r + splat(E2)
+    y = y * r + splat(E1)
+    y = y * r + splat(E0)
+    y = (y * r) * r + r
+    y = y + splat(ONE)
+    exponent = bits(shifted) - ints(MAGIC_BITS)  # bits, not a conversion: defined for NaN too
+    half = exponent >> ints(ONE_BIT)
+    y = y * floats((half + ints(BIAS)) << ints(MANTISSA))
+    return y * floats((exponent - half + ints(BIAS)) << ints(MANTISSA))
+
+
+@kernel
+def sigmoid(x):
+    return splat(ONE) / (splat(ONE) + exp(zeros() - x))
+
+
+@kernel
+def sqrtsoftplus(x):
+    positive = x > zeros()
+    u = exp(choose(positive, zeros() - x, x))
+    q = u / (splat(TWO) + u)
+    z = q * q
+    p = splat(L15) * z + splat(L13)
+    p = p * z + splat(L11)
+    p = p * z + splat(L9)
+    p = p * z + splat(L7)
+    p = p * z + splat(L5)
+    p = p * z + splat(L3)
+    p = p * z
+    log1p = u - q * (u - (p + p))
+    return square_root(choose(positive, x, zeros()) + log1p)
+
+
+@kernel
+def sqrtsoftplus_slope(s):
+    z = s * s
+    p = splat(S7) * z + splat(S6)
+    p = p * z + splat(S5)
+    p = p * z + splat(S4)
+    p = p * z + splat(S3)
+    p = p * z + splat(S2)
+    p = p * z + splat(S1)
+    p = p * z + splat(ONE)
+    direct = (splat(ONE) - exp(zeros() - z)) / (s + s)
+    return choose(splat(HALF) > z, (s * splat(HALF)) * p, direct)
+
+
+# ---------------------------------------------------------------------------- kernels: scores
+
+
+@kernel
+def softmax_row(scores, row, num_experts):
+    top = splat(-INFINITY)
+    for j in range(0, num_experts, LANES):
+        x = load(row, j)
+        top = choose(x > top, x, top)
+    shift = splat(largest(top))
+    p0, p1, p2, p3 = zeros(), zeros(), zeros(), zeros()
+    for j in range(0, num_experts, LANES):
+        e = exp(load(row, j) - shift)  # +0 beyond the last expert: the row is filled up with -inf
+        store(row, j, e)
+        part = (j // LANES) % 4
+        if part == 0:
+            p0 = p0 + e
+        elif part == 1:
+            p1 = p1 + e
+        elif part == 2:
+            p2 = p2 + e
+        else:
+            p3 = p3 + e
+    total = splat((pairwise(p0) + pairwise(p1)) + (pairwise(p2) + pairwise(p3)))
+    for j in range(0, num_experts, LANES):
+        put(scores, j, load(row, j) / total, min(LANES, num_experts - j))
+
+
+@kernel
+def scores_row(scores, row, score, num_experts):
+    """`row` holds the logits and is used up."""
+    if score == SOFTMAX:
+        softmax_row(scores, row, num_experts)
+    elif score == SIGMOID:
+        for j in range(0, num_experts, LANES):
+            put(scores, j, sigmoid(load(row, j)), min(LANES, num_experts - j))
+    elif score == SQRTSOFTPLUS:
+        for j in range(0, num_experts, LANES):
+            put(scores, j, sqrtsoftplus(load(row, j)), min(LANES, num_experts - j))
+    else:
+        narrow_row(scores, row, num_experts)
+
+
+@kernel
+def softmax_over_slots(chosen, ids, k, num_experts):
+    """In place over the k chosen logits; slots without an expert hold -inf and are skipped in the sum."""
+    top = -INFINITY
+    for p in range(k):
+        if chosen[p] > top:
+            top = chosen[p]
+    shift = splat(top)
+    for j in range(0, k, LANES):
+        store(chosen, j, exp(load(chosen, j) - shift))
+    total = ZERO
+    for p in range(k):
+        if 0 <= ids[p] < num_experts:
+            total = total + chosen[p]
+    for p in range(k):
+        chosen[p] = chosen[p] / total
+
+
+@kernel
+def gather_chosen(chosen, scores, ids, score, k, num_experts):
+    """What is renormalised and scaled: the chosen scores, or the softmax over the chosen logits."""
+    for p in range(k):
+        e = ids[p]
+        chosen[p] = scores[e] if 0 <= e < num_experts else -INFINITY
+    if score == TOPK_SOFTMAX:
+        softmax_over_slots(chosen, ids, k, num_experts)
+
+
+# ---------------------------------------------------------------------------- kernels: selection
+
+
+@kernel
+def order_keys(value):
+    b = bits(value + zeros())  # -0 becomes +0
+    key = b ^ ((b >> ints(SIGN_SHIFT)) & ints(MAGNITUDE))
+    return choose((b & ints(MAGNITUDE)) > ints(INFINITY_BITS), ints(NAN_KEY), key)
+
+
+@kernel
+def order_key(value):
+    b = bits(value + ZERO)
+    if (b & MAGNITUDE) > INFINITY_BITS:
+        return NAN_KEY
+    return np.int32(b ^ ((b >> SIGN_SHIFT) & MAGNITUDE))
+
+
+@kernel
+def value_of_key(key):
+    return floats(np.int32(key ^ ((key >> SIGN_SHIFT) & MAGNITUDE)))
+
+
+@kernel
+def select(chosen, k, keys, block_best, count):
+    """The indices of the k largest of `count` keys, largest first, equal ones by smaller index.
+
+    `keys` is filled up with LOWEST to whole blocks; the chosen ones become LOWEST. Taking out the
+    largest key k times has no branch to mispredict: twice as fast at 8 of 256 as insertion into a
+    sorted list, and even with a heap at k = E = 256.
+    """
+    blocks = (count + LANES - 1) // LANES
+    for b in range(blocks):
+        block_best[b] = largest(load_ints(keys, b * LANES))
+    for p in range(k):
+        best, where = block_best[0], 0
+        for b in range(1, blocks):
+            if block_best[b] > best:
+                best, where = block_best[b], b
+        block = load_ints(keys, where * LANES)
+        lane = lowest_bit(lane_bits(block == ints(best)))
+        chosen[p] = np.int32(where * LANES + lane)
+        block = choose(lane_numbers() == ints(np.int32(lane)), ints(LOWEST), block)
+        store_ints(keys, where * LANES, block)
+        block_best[where] = largest(block)
+
+
+@kernel
+def mask_groups(keys, group_keys, kept, block_best, num_experts, num_groups, topk_groups, top2):
+    """-inf for every expert outside the best groups."""
+    size = num_experts // num_groups
+    for g in range(num_groups):
+        first, second = LOWEST, LOWEST
+        for j in range(0, size, LANES):
+            members = choose(lanes_below(size - j), load_ints(keys, g * size + j), ints(LOWEST))
+            a, b = two_largest(members)
+            second = max(min(first, a), max(second, b))
+            first = max(first, a)
+        if top2:
+            first = order_key(value_of_key(first) + value_of_key(second))
+        group_keys[g] = first
+    for g in range(num_groups, num_groups + LANES):
+        group_keys[g] = LOWEST
+    select(kept, topk_groups, group_keys, block_best, num_groups)
+    for g in range(num_groups):
+        if group_keys[g] != LOWEST:  # not taken out: not among the best
+            for e in range(g * size, (g + 1) * size):
+                keys[e] = MINUS_INFINITY_KEY
+
+
+@kernel
+def select_row(ids, scores, bias, work, num_experts, k, num_groups, topk_groups, top2):
+    keys = work
+    block_best = advance(keys, num_experts + LANES)
+    for j in range(0, num_experts, LANES):
+        count = min(LANES, num_experts - j)
+        value = some(scores, j, count)
+        if not is_null(bias):
+            value = value + some(bias, j, count)
+        store_ints(keys, j, choose(lanes_below(count), order_keys(value), ints(LOWEST)))
+    if topk_groups < num_groups:
+        group_keys = advance(block_best, num_experts // LANES + 1)
+        kept = advance(group_keys, num_groups + LANES)
+        mask_groups(keys, group_keys, kept, block_best, num_experts, num_groups, topk_groups, top2)
+    select(ids, k, keys, block_best, num_experts)
+
+
+# ---------------------------------------------------------------------------- kernels: forward
+
+
+@kernel
+def gating_body(
+    weights, expert_ids, scores, logits, bias, given_ids, real_work, int_work, work_step, weights_dtype,
+    logits_dtype, num_experts, k, weights_stride, ids_stride, scores_stride, logits_stride, given_stride, score,
+    num_groups, topk_groups, top2, renormalize, scaling, eps, lo, hi,
+):  # fmt: skip
+    chosen = advance(real_work, num_experts + LANES)
+    for t in range(lo, hi):
+        score_row = advance(scores, t * scores_stride)
+        ids = advance(expert_ids, t * ids_stride)
+        widen(real_work, logits, logits_dtype, t * logits_stride, num_experts, -INFINITY)
+        scores_row(score_row, real_work, score, num_experts)
+        if is_null(given_ids):
+            select_row(ids, score_row, bias, int_work, num_experts, k, num_groups, topk_groups, top2)
+        else:
+            for p in range(k):
+                e = given_ids[t * given_stride + p]
+                ids[p] = e if 0 <= e < num_experts else np.int32(-1)
+        gather_chosen(chosen, score_row, ids, score, k, num_experts)
+        if renormalize:
+            denominator = ZERO
+            for p in range(k):
+                if ids[p] >= 0:
+                    denominator = denominator + chosen[p]
+            denominator = denominator + eps
+            for p in range(k):
+                chosen[p] = chosen[p] / denominator
+        for p in range(k):
+            chosen[p] = chosen[p] * scaling if ids[p] >= 0 else ZERO
+        narrow(weights, weights_dtype, t * weights_stride, chosen, k)
+
+
+@parallel_kernel
+def gating_parallel(
+    weights, expert_ids, scores, logits, bias, given_ids, real_work, int_work, work_step, weights_dtype,
+    logits_dtype, num_experts, k, weights_stride, ids_stride, scores_stride, logits_stride, given_stride, score,
+    num_groups, topk_groups, top2, renormalize, scaling, eps, n, chunks,
+):  # fmt: skip
+    for c in prange(chunks):
+        gating_body(
+            weights, expert_ids, scores, logits, bias, given_ids, advance(real_work, c * work_step),
+            advance(int_work, c * work_step), work_step, weights_dtype, logits_dtype, num_experts, k, weights_stride, ids_stride, scores_stride, logits_stride, given_stride,
+            score, num_groups, topk_groups, top2, renormalize, scaling, eps, c * n // chunks, (c + 1) * n // chunks,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- kernels: backward
+
+
+@kernel
+def backward_block(s, grad, score, gamma):
+    """From the gradient of the scores to the gradient of the logits."""
+    if score == SOFTMAX:
+        return s * (grad - splat(gamma))
+    if score == SIGMOID:
+        return (s * (splat(ONE) - s)) * grad
+    if score == SQRTSOFTPLUS:
+        return sqrtsoftplus_slope(s) * grad
+    return grad
+
+
+@kernel
+def backward_row(out, scores, grad_scores, total, score, gamma, num_experts):
+    for j in range(0, num_experts, LANES):
+        count = min(LANES, num_experts - j)
+        grad = load(total, j)
+        if not is_null(grad_scores):
+            grad = grad + some(grad_scores, j, count)
+        put(out, j, backward_block(some(scores, j, count), grad, score, gamma), count)
+
+
+@kernel
+def dot_row(x, y, num_experts):
+    """256 partial sums of the products, then neighbours."""
+    p0, p1, p2, p3 = zeros(), zeros(), zeros(), zeros()
+    for j in range(0, num_experts, LANES):
+        count = min(LANES, num_experts - j)
+        product = some(x, j, count) * some(y, j, count)
+        part = (j // LANES) % 4
+        if part == 0:
+            p0 = p0 + product
+        elif part == 1:
+            p1 = p1 + product
+        elif part == 2:
+            p2 = p2 + product
+        else:
+            p3 = p3 + product
+    return (pairwise(p0) + pairwise(p1)) + (pairwise(p2) + pairwise(p3))
+
+
+@kernel
+def slot_gradients(grad, chosen, ids, score, k, num_experts, renormalize, eps):
+    """In place, from the gradient of the scaled weights to that of the chosen scores, slot by slot.
+
+    Returns the softmax's sum of score times gradient.
+    """
+    if renormalize:
+        denominator = ZERO
+        for p in range(k):
+            if 0 <= ids[p] < num_experts:
+                denominator = denominator + chosen[p]
+        denominator = denominator + eps
+        beta = ZERO
+        for p in range(k):
+            if 0 <= ids[p] < num_experts:
+                beta = beta + (chosen[p] / denominator) * grad[p]
+        for p in range(k):
+            grad[p] = (grad[p] - beta) / denominator
+    gamma = ZERO
+    for p in range(k):
+        if 0 <= ids[p] < num_experts:
+            gamma = gamma + chosen[p] * grad[p]
+    if score == TOPK_SOFTMAX:
+        for p in range(k):
+            grad[p] = chosen[p] * (grad[p] - gamma)
+    return gamma
+
+
+@kernel
+def backward_body(
+    out, scores, grad_weights, expert_ids, grad_scores, real_work, work_step, out_dtype, grad_weights_dtype,
+    num_experts, k, out_stride, scores_stride, grad_weights_stride, ids_stride, grad_scores_stride, score, renormalize,
+    scaling, eps, lo, hi,
+):  # fmt: skip
+    total = real_work
+    chosen = advance(total, num_experts + LANES)
+    grad = advance(chosen, k + LANES)
+    for j in range(0, num_experts, LANES):
+        store(total, j, zeros())
+    for t in range(lo, hi):
+        score_row = advance(scores, t * scores_stride)
+        ids = advance(expert_ids, t * ids_stride)
+        extra = grad_scores
+        if not is_null(grad_scores):
+            extra = advance(grad_scores, t * grad_scores_stride)
+        gather_chosen(chosen, score_row, ids, score, k, num_experts)
+        widen(grad, grad_weights, grad_weights_dtype, t * grad_weights_stride, k, ZERO)
+        for p in range(k):
+            grad[p] = grad[p] * scaling
+        gamma = slot_gradients(grad, chosen, ids, score, k, num_experts, renormalize, eps)
+        if score == SOFTMAX and not is_null(grad_scores):
+            gamma = gamma + dot_row(score_row, extra, num_experts)
+        for p in range(k):
+            e = ids[p]
+            if 0 <= e < num_experts:
+                total[e] = total[e] + grad[p]
+        if out_dtype == FLOAT32:
+            backward_row(advance(out, t * out_stride), score_row, extra, total, score, gamma, num_experts)
+        elif out_dtype == BFLOAT16:
+            bfloat16_row = advance(retyped(out, "bfloat16"), t * out_stride)
+            backward_row(bfloat16_row, score_row, extra, total, score, gamma, num_experts)
+        else:
+            float16_row = advance(retyped(out, "float16"), t * out_stride)
+            backward_row(float16_row, score_row, extra, total, score, gamma, num_experts)
+        for p in range(k):
+            e = ids[p]
+            if 0 <= e < num_experts:
+                total[e] = ZERO
+
+
+@parallel_kernel
+def backward_parallel(
+    out, scores, grad_weights, expert_ids, grad_scores, real_work, work_step, out_dtype, grad_weights_dtype,
+    num_experts, k, out_stride, scores_stride, grad_weights_stride, ids_stride, grad_scores_stride, score, renormalize,
+    scaling, eps, n, chunks,
+):  # fmt: skip
+    for c in prange(chunks):
+        backward_body(
+            out, scores, grad_weights, expert_ids, grad_scores, advance(real_work, c * work_step), work_step,
+            out_dtype, grad_weights_dtype, num_experts, k, out_stride, scores_stride, grad_weights_stride, ids_stride,
+            grad_scores_stride, score, renormalize, scaling, eps, c * n // chunks, (c + 1) * n // chunks,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- launchers
+
+
+_forward_types = (
+    float32_ptr, int32_ptr, float32_ptr, float32_ptr, float32_ptr, int32_ptr, float32_ptr, int32_ptr,
+    *[int64] * 13, boolean, boolean, float32, float32,
+)  # fmt: skip
+_backward_types = (
+    float32_ptr, float32_ptr, float32_ptr, int32_ptr, float32_ptr, float32_ptr, *[int64] * 11, boolean, float32, float32
+)  # fmt: skip
+_forward = Kernel(gating_body, gating_parallel, lambda key: _forward_types, (None,))
+_backward = Kernel(backward_body, backward_parallel, lambda key: _backward_types, (None,))
+
+# Work of one expert of one row in bytes that `launch.SERIAL_WORK` would compare: a measured 1.5 ns.
+BYTES_PER_EXPERT = 16
+
+
+def _scratch(work: int, step: int) -> Tensor:
+    """Room for `step` float32 or int32 per thread."""
+    chunks = 1 if work < SERIAL_WORK else numba.config.NUMBA_NUM_THREADS
+    return torch.empty(step * chunks, dtype=torch.float32, device=CPU)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tensor itself where its rows are contiguous, whatever their distance; else a copy."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+
+
+def _int32_ids(expert_ids: Tensor, num_experts: int) -> Tensor:
+    if expert_ids.dtype == torch.int32:
+        return _rows(expert_ids)
+    ids = expert_ids.to(torch.int64)  # looked at before it is narrowed
+    return torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(torch.int32)
+
+
+def gating_topk(
+    logits: Tensor,
+    bias: Tensor | None,
+    expert_ids: Tensor | None,
+    k: int,
+    score: str,
+    num_groups: int,
+    topk_groups: int,
+    group_score: str,
+    renormalize: bool,
+    scaling_factor: float,
+    eps: float,
+    weights_dtype: torch.dtype,
+    out: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, num_experts = logits.shape
+    if out is None:
+        out = (
+            memory.empty((tokens, k), weights_dtype),
+            memory.empty((tokens, k), torch.int32),
+            memory.empty((tokens, num_experts), torch.float32),
+        )
+    weights, ids, scores = out
+    logits = _rows(logits)
+    if bias is not None:
+        if bias.dtype is not torch.float32 or not bias.is_contiguous():
+            bias = bias.to(torch.float32).contiguous()
+    if expert_ids is not None:
+        expert_ids = _int32_ids(expert_ids, num_experts)
+    reals = num_experts + k + 2 * LANES
+    step = reals + num_experts + LANES + num_experts // LANES + 1 + num_groups + LANES + topk_groups
+    cost = tokens * num_experts * BYTES_PER_EXPERT
+    scratch = _scratch(cost, step)
+    address = scratch.data_ptr()
+    _forward(
+        None, tokens, cost,
+        weights.data_ptr(), ids.data_ptr(), scores.data_ptr(), logits.data_ptr(),
+        0 if bias is None else bias.data_ptr(), 0 if expert_ids is None else expert_ids.data_ptr(),
+        address, address + 4 * reals, step,
+        FLOATS[weights_dtype], FLOATS[logits.dtype], num_experts, k, weights.stride(0), ids.stride(0), scores.stride(0), logits.stride(0),
+        0 if expert_ids is None else expert_ids.stride(0),
+        SCORES[score], num_groups, topk_groups, group_score == "top2_sum", renormalize, scaling_factor, eps,
+    )  # fmt: skip
+    return out
+
+
+def gating_topk_backward(
+    scores: Tensor,
+    grad_weights: Tensor,
+    expert_ids: Tensor,
+    grad_scores: Tensor | None,
+    score: str,
+    renormalize: bool,
+    scaling_factor: float,
+    eps: float,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:
+    tokens, num_experts = scores.shape
+    k = expert_ids.shape[1]
+    if out is None:
+        out = memory.empty((tokens, num_experts), out_dtype)
+    scores, grad_weights, expert_ids = _rows(scores), _rows(grad_weights), _int32_ids(expert_ids, num_experts)
+    if grad_scores is not None:
+        grad_scores = _rows(grad_scores)
+    step = num_experts + 2 * k + 3 * LANES
+    cost = tokens * num_experts * BYTES_PER_EXPERT
+    scratch = _scratch(cost, step)
+    _backward(
+        None, tokens, cost,
+        out.data_ptr(), scores.data_ptr(), grad_weights.data_ptr(), expert_ids.data_ptr(),
+        0 if grad_scores is None else grad_scores.data_ptr(), scratch.data_ptr(), step,
+        FLOATS[out_dtype], FLOATS[grad_weights.dtype], num_experts, k, out.stride(0), scores.stride(0), grad_weights.stride(0), expert_ids.stride(0),
+        0 if grad_scores is None else grad_scores.stride(0),
+        SCORES[score], renormalize, scaling_factor, eps,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,547 @@
+"""Choosing experts: from router logits to weights, expert ids and scores, and the way back.
+
+Rungs, as in every room: registration and derivatives, checks, verbs.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from moeroute import backend as backends
+from moeroute import check
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
+)  # fmt: skip
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax")
+GROUP_SCORES = ("max", "top2_sum")
+RENORMALIZED = {"softmax": False, "sigmoid": True, "sqrtsoftplus": True, "topk_softmax": False}
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+class Gating(NamedTuple):
+    """What `gating_topk` returns.
+
+    weights: [T, K], what the experts' outputs are multiplied by.
+    expert_ids: int32 [T, K], best first; -1 only where a given id was out of range.
+    scores: float32 [T, E] (float64 for float64 logits), before the bias; the logits for "topk_softmax".
+    """
+
+    weights: Tensor
+    expert_ids: Tensor
+    scores: Tensor
+
+
+# ---------------------------------------------------------------------------- registration
+
+LIBRARY = torch.library.Library("moeroute", "FRAGMENT")
+
+LIBRARY.define(
+    "gating_topk(Tensor logits, Tensor? bias, Tensor? expert_ids, SymInt k, str score, SymInt num_groups, "
+    "SymInt topk_groups, str group_score, bool renormalize, float scaling_factor, float eps, "
+    "ScalarType weights_dtype, str? backend) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "gating_topk_backward(Tensor scores, Tensor grad_weights, Tensor expert_ids, Tensor? grad_scores, str score, "
+    "bool renormalize, float scaling_factor, float eps, ScalarType out_dtype, str? backend) -> Tensor"
+)
+
+_gating_topk = torch.ops.moeroute.gating_topk.default
+_gating_topk_backward = torch.ops.moeroute.gating_topk_backward.default
+
+
+def _module(operator: str, backend: str | None, tensor: Tensor) -> Any:
+    return backends.module("gating", backends.choose(operator, backend, tensor.device, tensor.dtype))
+
+
+def _scores_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype is torch.float64 else torch.float32
+
+
+def _implement(name: str, implementation: Any, fake: Any) -> None:
+    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moeroute::{name}", fake)
+
+
+_implement(
+    "gating_topk",
+    lambda logits, *rest: _module("gating_topk", rest[-1], logits).gating_topk(logits, *rest[:-1], None),
+    lambda logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
+    weights_dtype, backend: (
+        logits.new_empty((logits.shape[0], k), dtype=weights_dtype),
+        logits.new_empty((logits.shape[0], k), dtype=torch.int32),
+        logits.new_empty(logits.shape, dtype=_scores_dtype(logits)),
+    ),
+)  # fmt: skip
+_implement(
+    "gating_topk_backward",
+    lambda scores, *rest: _module("gating_topk_backward", rest[-1], scores).gating_topk_backward(
+        scores, *rest[:-1], None
+    ),
+    lambda scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, backend: (
+        scores.new_empty(scores.shape, dtype=out_dtype)
+    ),
+)
+
+
+# ---------------------------------------------------------------------------- derivatives
+
+
+def _gating_topk_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, _, _, _, score, _, _, _, renormalize, scaling_factor, eps, weights_dtype, backend = inputs
+    _, expert_ids, scores = output
+    ctx.save_for_backward(scores, expert_ids)
+    ctx.options = score, renormalize, scaling_factor, eps
+    ctx.logits_dtype, ctx.weights_dtype, ctx.backend = logits.dtype, weights_dtype, backend
+    ctx.set_materialize_grads(False)
+
+
+def _gating_topk_derivative(
+    ctx: Any, grad_weights: Tensor | None, _: Tensor | None, grad_scores: Tensor | None
+) -> tuple[Any, ...]:
+    scores, expert_ids = ctx.saved_tensors
+    grad_logits = None
+    if grad_weights is not None or grad_scores is not None:
+        if grad_weights is None:
+            grad_weights = scores.new_zeros(expert_ids.shape, dtype=ctx.weights_dtype)
+        grad_logits = _call_backward(
+            scores, grad_weights, expert_ids, grad_scores, *ctx.options, ctx.logits_dtype, ctx.backend
+        )
+    return (grad_logits, *(None,) * 12)
+
+
+def _gating_topk_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, _ = inputs
+    ctx.save_for_backward(scores, grad_weights, expert_ids, grad_scores)
+    ctx.options = score, renormalize, scaling_factor, eps
+    ctx.out_dtype = out_dtype
+
+
+def _gating_topk_backward_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    scores, grad_weights, expert_ids, grad_scores = ctx.saved_tensors
+    inputs = (scores, grad_weights) if grad_scores is None else (scores, grad_weights, grad_scores)
+    _, pullback = torch.func.vjp(_float64_backward(expert_ids, ctx.options), *inputs)
+    to_scores, to_grad_weights, *to_grad_scores = pullback(grad.double())
+    return to_scores, to_grad_weights, None, to_grad_scores[0] if to_grad_scores else None, *(None,) * 6
+
+
+def _float64_backward(expert_ids: Tensor, options: tuple[Any, ...]) -> Any:
+    """The backward as a function of scores, grad_weights and perhaps grad_scores.
+
+    In float64 the reference is differentiable torch: what is not a first derivative in reverse mode
+    comes from these lines.
+    """
+    reference = backends.module("gating", "reference")
+
+    def backward(scores: Tensor, grad_weights: Tensor, grad_scores: Tensor | None = None) -> Any:
+        return reference.gating_topk_backward(
+            scores.double(),
+            grad_weights.double(),
+            expert_ids,
+            None if grad_scores is None else grad_scores.double(),
+            *options,
+            torch.float64,
+            None,
+        )
+
+    return backward
+
+
+for _name, _derivative, _setup in (
+    ("gating_topk", _gating_topk_derivative, _gating_topk_setup),
+    ("gating_topk_backward", _gating_topk_backward_derivative, _gating_topk_backward_setup),
+):
+    torch.library.register_autograd(f"moeroute::{_name}", _derivative, setup_context=_setup)
+
+
+# ---------------------------------------------------------------------------- transforms
+#
+# Under forward-mode AD a registered operator drops tangents without a word, and torch.func refuses its
+# registered derivative. There the verbs go through these two, which know everything.
+
+
+class GatingTopk(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _gating_topk(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _gating_topk_setup(ctx, inputs, output)
+        ctx.save_for_forward(output[2], output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return _gating_topk_derivative(ctx, *grads)  # type: ignore[arg-type]
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> Any:
+        scores, expert_ids = ctx.saved_tensors
+        if tangent is None:
+            return None, None, None
+        # The backward is linear in the gradients; its transpose maps tangents of logits to tangents of results.
+        zeros = scores.new_zeros(expert_ids.shape, dtype=ctx.weights_dtype), torch.zeros_like(scores)
+        backward = _float64_backward(expert_ids, ctx.options)
+        _, pullback = torch.func.vjp(lambda *grads: backward(scores, *grads), *zeros)
+        weights_tangent, scores_tangent = pullback(tangent.double())
+        return weights_tangent, None, scores_tangent
+
+
+class GatingTopkBackward(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _gating_topk_backward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _gating_topk_backward_setup(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[:4])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _gating_topk_backward_derivative(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        scores, grad_weights, expert_ids, grad_scores = ctx.saved_tensors
+        pairs = ((scores, tangents[0]), (grad_weights, tangents[1]), (grad_scores, tangents[3]))
+        primals = tuple(x for x, _ in pairs if x is not None)
+        moves = tuple(torch.zeros_like(x) if move is None else move for x, move in pairs if x is not None)
+        backward = _float64_backward(expert_ids, ctx.options)
+        # Dual levels do not nest, so no torch.func.jvp here: the transpose of the transpose.
+        zero = torch.zeros_like(scores, dtype=torch.float64)
+        _, pushforward = torch.func.vjp(lambda grad: torch.func.vjp(backward, *primals)[1](grad), zero)
+        return pushforward(moves)[0].to(ctx.out_dtype)
+
+
+def _transforming() -> bool:
+    return not torch.compiler.is_compiling() and (
+        forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    )
+
+
+def _call_forward(*inputs: Any) -> Any:
+    return GatingTopk.apply(*inputs) if _transforming() else _gating_topk(*inputs)
+
+
+def _call_backward(*inputs: Any) -> Any:
+    return GatingTopkBackward.apply(*inputs) if _transforming() else _gating_topk_backward(*inputs)
+
+
+def _batched(operator: Any, rows_at: tuple[int, ...], results: int) -> Any:
+    """A batching rule: the batch becomes more rows, or, where something else is batched too, a loop."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+        size = info.batch_size
+        arguments = [x if d is None else x.movedim(d, 0) for x, d in zip(inputs, in_dims, strict=True)]
+        if all(d is None or i in rows_at for i, d in enumerate(in_dims)):
+            for i in rows_at:
+                if arguments[i] is not None:
+                    if in_dims[i] is None:
+                        arguments[i] = arguments[i].expand(size, *arguments[i].shape)
+                    arguments[i] = arguments[i].flatten(0, 1)
+            found = operator(*arguments)
+            found = (found,) if results == 1 else found
+            split = tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in found)
+        else:
+            runs = [
+                operator(*(x if d is None else x[b] for x, d in zip(arguments, in_dims, strict=True)))
+                for b in range(size)
+            ]
+            split = tuple(torch.stack(part) for part in (zip(*runs, strict=True) if results > 1 else (runs,)))
+        return (split[0], 0) if results == 1 else (split, (0,) * results)
+
+    return rule
+
+
+torch.library.register_vmap("moeroute::gating_topk", _batched(_gating_topk, (0, 2), 3))
+torch.library.register_vmap("moeroute::gating_topk_backward", _batched(_gating_topk_backward, (0, 1, 2, 3), 1))
+
+
+# ---------------------------------------------------------------------------- checks
+
+
+def _check_matrix(operator: str, argument: str, tensor: Any, letters: str) -> None:
+    """A floating matrix with at least one column."""
+    if not isinstance(tensor, Tensor):
+        raise check.wrong_type(operator, argument, "a torch.Tensor", tensor)
+    if tensor.ndim != 2 or tensor.shape[1] < 1:
+        raise check.wrong_shape(operator, argument, f"{letters} with {letters[-2]} >= 1", tensor)
+    if tensor.dtype not in FLOATS:
+        raise check.wrong_dtype(operator, argument, "float16, bfloat16, float32 or float64", tensor)
+
+
+def _check_ids(operator: str, expert_ids: Any, tokens: int, k: int, name: str, other: Tensor) -> None:
+    if not isinstance(expert_ids, Tensor):
+        raise check.wrong_type(operator, "expert_ids", "a torch.Tensor", expert_ids)
+    if expert_ids.dtype not in INTEGERS:
+        raise check.wrong_dtype(operator, "expert_ids", "of an integer dtype", expert_ids)
+    if expert_ids.ndim != 2 or expert_ids.shape[0] != tokens or expert_ids.shape[1] != k:
+        raise check.wrong_shape(operator, "expert_ids", f"[T, K] with T = {tokens} and K = {k}", expert_ids)
+    if expert_ids.device != other.device:
+        check.same_device(operator, name, other, "expert_ids", expert_ids)
+
+
+def _check_bias(operator: str, bias: Any, num_experts: int, logits: Tensor) -> None:
+    if not isinstance(bias, Tensor):
+        raise check.wrong_type(operator, "bias", "a torch.Tensor", bias)
+    if bias.ndim != 1 or bias.shape[0] != num_experts:
+        raise check.wrong_shape(operator, "bias", f"[E] with E = {num_experts}, as logits", bias)
+    if bias.dtype not in FLOATS:
+        raise check.wrong_dtype(operator, "bias", "float16, bfloat16, float32 or float64", bias)
+    if bias.device != logits.device:
+        check.same_device(operator, "logits", logits, "bias", bias)
+
+
+def _check_groups(operator: str, num_experts: int, num_groups: int, topk_groups: int, group_score: str) -> None:
+    if type(num_groups) is not int or num_groups < 1 or num_groups > num_experts:
+        check.integer(operator, "num_groups", num_groups, 1, num_experts)
+    if num_experts % num_groups != 0:
+        raise check.wrong_value(operator, "num_groups", f"a divisor of E = {num_experts}", num_groups)
+    if type(topk_groups) is not int or topk_groups < 1 or topk_groups > num_groups:
+        check.integer(operator, "topk_groups", topk_groups, 1, num_groups)
+    if group_score not in GROUP_SCORES:
+        check.one_of(operator, "group_score", group_score, GROUP_SCORES)
+    if group_score == "top2_sum" and num_experts // num_groups < 2:
+        wanted = "'max' where groups have one expert"
+        raise check.wrong_value(operator, "group_score", wanted, f"'top2_sum' with num_groups = {num_groups}")
+
+
+def _check_scalar(operator: str, argument: str, value: Any, dtype: torch.dtype) -> float:
+    """A finite float, in float32 too where that is what it meets."""
+    if type(value) is float and abs(value) <= FLOAT32_MAX:
+        return value
+    number = float(check.number(operator, argument, value))
+    if abs(number) > FLOAT32_MAX and dtype is not torch.float64:
+        raise check.wrong_value(operator, argument, "finite in float32", value)
+    return number
+
+
+def _check_renormalize(operator: str, renormalize: Any, score: Any) -> bool:
+    if score not in SCORES:
+        check.one_of(operator, "score", score, SCORES)
+    if renormalize is None:
+        return RENORMALIZED[score]
+    if not isinstance(renormalize, bool):
+        raise check.wrong_type(operator, "renormalize", "a bool or None", renormalize)
+    return renormalize
+
+
+def _check_float_dtype(operator: str, argument: str, dtype: Any, exact: bool) -> None:
+    allowed = FLOATS if exact else FLOATS[:3]
+    if dtype not in allowed:
+        wanted = "one of " + ", ".join(map(str, allowed))
+        if isinstance(dtype, torch.dtype):
+            raise TypeError(str(check.wrong_value(operator, argument, wanted, dtype)))
+        raise check.wrong_type(operator, argument, wanted, dtype)
+
+
+def _check_out(
+    operator: str, argument: str, out: Any, shape: tuple[int, int], dtype: torch.dtype, *inputs: Tensor | None
+) -> None:
+    """A buffer of the caller's: whole rows, wherever they lie, and nobody else's memory."""
+    if not isinstance(out, Tensor):
+        raise check.wrong_type(operator, argument, "a torch.Tensor", out)
+    if tuple(out.shape) != shape:
+        raise check.wrong_shape(operator, argument, f"of shape {list(shape)}", out)
+    if out.dtype is not dtype:
+        raise check.wrong_dtype(operator, argument, str(dtype), out)
+    if shape[1] > 1 and out.stride(1) != 1:
+        raise check.wrong_value(operator, argument, "a tensor with contiguous rows", f"strides {out.stride()}")
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (out, *inputs)):
+        wanted = "None where gradients are recorded (use torch.no_grad())"
+        raise check.wrong_value(operator, argument, wanted, "a tensor")
+    check.writable(operator, argument, out, *inputs)
+
+
+# ---------------------------------------------------------------------------- verbs
+
+
+def gating_topk(
+    logits: Tensor,
+    k: int,
+    *,
+    score: str = "softmax",
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int | None = None,
+    group_score: str = "max",
+    renormalize: bool | None = None,
+    scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+    expert_ids: Tensor | None = None,
+    weights_dtype: torch.dtype | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> Gating:
+    """Choose k experts for every token and weigh them.
+
+    logits: [T, E], float16, bfloat16, float32 (all computed in float32) or float64 (reference backend).
+    Returns `Gating`: weights [T, k], expert_ids int32 [T, k] best first, scores [T, E].
+
+    score: how logits become scores s. "softmax"; "sigmoid"; "sqrtsoftplus", the square root of
+        log(1 + exp(x)); "topk_softmax": the logits themselves, and the weights are the softmax over the
+        chosen ones. The last is not "softmax" renormalised: logits [0, -200, -150] with k = 2 choose {0, 2}.
+    bias: [E], any of the four dtypes; added to the scores for the selection only, in float32; gets no
+        gradient and is never narrowed.
+    num_groups, topk_groups: the experts form num_groups equal groups of neighbours; only topk_groups of them
+        (None: all) stay in, by their best value ("max") or the sum of their two best ("top2_sum",
+        `group_score`). The others count as -inf.
+    renormalize: divide the weights by (their sum + eps). None: True for sigmoid and sqrtsoftplus, False for
+        softmax and topk_softmax. Then the weights are multiplied by `scaling_factor`, either way.
+    expert_ids: [T, k], any integer dtype: no selection, these experts are used (router replay), gradients
+        still flow. An id outside [0, E) has weight 0, is left out of sums and comes back as -1; repeats are
+        slots like any others, and k may exceed E.
+    weights_dtype: None is float32 (float64 for float64 logits). Rounded once, from float32.
+    out: the three tensors to write into, outside autograd; their rows may be strided. A None weights_dtype
+        is then that of the first.
+
+    Order: the larger value first, equal values by smaller expert id, +0 equals -0, a NaN larger than every
+    number. The ids of a row are valid and distinct whatever the logits. Row t of the result depends on row t
+    of the logits alone. Differentiable in the logits, through weights and scores, as often as you like.
+
+    Equivalent torch, for sigmoid without groups: ``s = logits.float().sigmoid(); ids = (s + bias).topk(k)[1];
+    w = s.gather(1, ids); w = w / (w.sum(1, keepdim=True) + eps) * scaling_factor``.
+
+    >>> import torch, moeroute
+    >>> gating = moeroute.gating_topk(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), k=2)
+    >>> gating.weights, gating.expert_ids
+    (tensor([[0.6439, 0.2369]]), tensor([[3, 2]], dtype=torch.int32))
+    >>> moeroute.gating_topk(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), k=2, renormalize=True).weights
+    tensor([[0.7311, 0.2689]])
+    >>> bias = torch.tensor([9.0, 0.0, 0.0, 0.0])
+    >>> moeroute.gating_topk(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), k=2, score="sigmoid", bias=bias).expert_ids
+    tensor([[0, 3]], dtype=torch.int32)
+
+    Raises ValueError for shapes, sizes and numbers, TypeError for types and dtypes.
+    """
+    operator = "gating_topk"
+    _check_matrix(operator, "logits", logits, "[T, E]")
+    tokens, num_experts = logits.shape
+    exact = logits.dtype is torch.float64
+    renormalize = _check_renormalize(operator, renormalize, score)
+    if topk_groups is None:
+        topk_groups = num_groups
+    _check_groups(operator, num_experts, num_groups, topk_groups, group_score)
+    if expert_ids is None:
+        most = num_experts // num_groups * topk_groups
+        if type(k) is not int or k < 1 or k > most:
+            check.integer(operator, "k", k, 1, most)
+    else:
+        check.integer(operator, "k", k, 1)
+        _check_ids(operator, expert_ids, tokens, k, "logits", logits)
+    if bias is not None:
+        _check_bias(operator, bias, num_experts, logits)
+    scaling_factor = _check_scalar(operator, "scaling_factor", scaling_factor, logits.dtype)
+    eps = _check_scalar(operator, "eps", eps, logits.dtype)
+    if weights_dtype is None:
+        weights_dtype = torch.float64 if exact else torch.float32
+        if out is not None and isinstance(out[0], Tensor):
+            weights_dtype = out[0].dtype
+    if weights_dtype is not torch.float32:
+        _check_float_dtype(operator, "weights_dtype", weights_dtype, exact)
+    if out is not None:
+        if not isinstance(out, tuple | list) or len(out) != 3:
+            raise check.wrong_type(operator, "out", "a tuple of three tensors", out)
+        names = ("out[0]", "out[1]", "out[2]")
+        shapes = ((tokens, k), (tokens, k), (tokens, num_experts))
+        dtypes = (weights_dtype, torch.int32, _scores_dtype(logits))
+        for i in range(3):
+            others = (logits, bias, expert_ids, *(x for x in out[:i]))
+            _check_out(operator, names[i], out[i], shapes[i], dtypes[i], *others)
+    if out is not None or backends.plain(logits, bias, expert_ids):
+        found = _module(operator, backend, logits).gating_topk(
+            logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
+            weights_dtype, out,
+        )  # fmt: skip
+    else:
+        found = _call_forward(
+            logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
+            weights_dtype, backend,
+        )  # fmt: skip
+    return Gating(*found)
+
+
+def gating_topk_backward(
+    scores: Tensor,
+    grad_weights: Tensor,
+    expert_ids: Tensor,
+    *,
+    score: str,
+    renormalize: bool | None,
+    scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+    grad_scores: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The gradient of `gating_topk` in the logits, [T, E], for those who bring their own autograd.
+
+    scores, expert_ids: as `gating_topk` returned them, float32 (or float64) [T, E] and any integer dtype
+    [T, K]. grad_weights: [T, K], any float dtype. grad_scores: [T, E] in the dtype of scores, where the scores
+    were used too. score, renormalize, scaling_factor, eps: as given to `gating_topk`. The result has `out_dtype`
+    (None: that of grad_weights), rounded once. Repeated ids of a row add up in slot order, ids outside [0, E)
+    add nothing. `out`: write there instead, outside autograd; rows may be strided. Differentiable.
+
+    With score="sigmoid" and renormalize=True this is aclnnMoeGatingTopKBackward.
+
+    Equivalent torch, sigmoid and renormalised: ``g = scaling_factor * grad_weights; w = scores.gather(1, ids);
+    D = w.sum(1, keepdim=True) + eps; g = (g - (w / D * g).sum(1, keepdim=True)) / D;
+    scores * (1 - scores) * torch.zeros_like(scores).scatter_add(1, ids, g)``.
+
+    >>> import torch, moeroute
+    >>> scores = torch.tensor([[0.5, 0.25, 0.75]])
+    >>> ids = torch.tensor([[2, 0]])
+    >>> moeroute.gating_topk_backward(scores, torch.tensor([[1.0, 0.0]]), ids, score="sigmoid", renormalize=False)
+    tensor([[0.0000, 0.0000, 0.1875]])
+
+    Raises ValueError for shapes, sizes and numbers, TypeError for types and dtypes.
+    """
+    operator = "gating_topk_backward"
+    _check_matrix(operator, "scores", scores, "[T, E]")
+    if scores.dtype is not torch.float32 and scores.dtype is not torch.float64:
+        raise check.wrong_dtype(operator, "scores", "float32 or float64", scores)
+    tokens, exact = scores.shape[0], scores.dtype is torch.float64
+    _check_matrix(operator, "grad_weights", grad_weights, "[T, K]")
+    if grad_weights.shape[0] != tokens:
+        raise check.wrong_shape(operator, "grad_weights", f"[T, K] with T = {tokens}, as scores", grad_weights)
+    if grad_weights.device != scores.device:
+        check.same_device(operator, "scores", scores, "grad_weights", grad_weights)
+    if grad_weights.dtype is torch.float64 and not exact:
+        raise check.wrong_dtype(operator, "grad_weights", "float64 with float64 scores only", grad_weights)
+    _check_ids(operator, expert_ids, tokens, grad_weights.shape[1], "scores", scores)
+    renormalize = _check_renormalize(operator, renormalize, score)
+    scaling_factor = _check_scalar(operator, "scaling_factor", scaling_factor, scores.dtype)
+    eps = _check_scalar(operator, "eps", eps, scores.dtype)
+    if grad_scores is not None:
+        _check_matrix(operator, "grad_scores", grad_scores, "[T, E]")
+        if grad_scores.shape != scores.shape:
+            raise check.wrong_shape(operator, "grad_scores", f"{list(scores.shape)}, as scores", grad_scores)
+        if grad_scores.dtype is not scores.dtype:
+            raise check.wrong_dtype(operator, "grad_scores", f"{scores.dtype}, as scores", grad_scores)
+        if grad_scores.device != scores.device:
+            check.same_device(operator, "scores", scores, "grad_scores", grad_scores)
+    if out_dtype is None:
+        out_dtype = grad_weights.dtype if out is None or not isinstance(out, Tensor) else out.dtype
+    _check_float_dtype(operator, "out_dtype", out_dtype, exact)
+    if out is not None:
+        _check_out(
+            operator, "out", out, tuple(scores.shape), out_dtype, scores, grad_weights, expert_ids, grad_scores
+        )
+    if out is not None or backends.plain(scores, grad_weights, expert_ids, grad_scores):
+        return _module(operator, backend, scores).gating_topk_backward(
+            scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, out
+        )
+    gradient: Tensor = _call_backward(
+        scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, backend
+    )
+    return gradient

@@ -1,0 +1,132 @@
+"""From a Python call to a compiled kernel: compilation, the number of threads, the threading layer.
+
+A kernel is a serial body over the items [lo, hi) and a thin `prange` wrapper around it. Small
+problems run the body; large ones split the items over threads. Splitting never changes a bit:
+no item depends on another.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numba
+import torch
+
+from moeroute.ops import simd
+
+# Below this many bytes moved (or comparable work) two threads cost more than they bring: waking
+# them takes some 5 µs, in which one thread moves about 64 KiB.
+SERIAL_WORK = 1 << 17
+
+_lock = threading.Lock()
+_layer: str | None = None
+_forked = False
+cache_refusal: str | None = None
+
+
+def _after_fork() -> None:
+    # An OpenMP pool does not survive a fork; the child stays serial for good.
+    global _forked, _lock
+    _forked = True
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _jit(function: Callable[..., Any], parallel: bool) -> Any:
+    global cache_refusal
+    options = {"nogil": True, "error_model": "numpy", "parallel": parallel}
+    try:
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError as error:  # no writable cache folder: every process compiles anew
+        cache_refusal = str(error)
+        return numba.njit(**options)(function)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Decorator of a serial kernel body (or of a helper that bodies call)."""
+    return _jit(function, parallel=False)
+
+
+def parallel_kernel(function: Callable[..., Any]) -> Any:
+    """Decorator of the thin `prange` wrapper."""
+    return _jit(function, parallel=True)
+
+
+def thread_count() -> int:
+    """Threads that a large call may use: torch's setting, at most Numba's; 1 in a forked child."""
+    if _forked:
+        return 1
+    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+
+
+def threading_layer() -> str | None:
+    """Numba's threading layer, None before the first parallel call."""
+    return _layer
+
+
+def _run_parallel(entry: Callable[..., Any], threads: int, arguments: tuple[Any, ...]) -> None:
+    global _layer
+    users = numba.get_num_threads()
+    if users != threads:
+        numba.set_num_threads(threads)
+    try:
+        if _layer is None or _layer == "workqueue":
+            # The workqueue layer aborts the process when two Python threads enter it.
+            with _lock:
+                entry(*arguments)
+            _layer = numba.threading_layer()
+        else:
+            entry(*arguments)
+    finally:
+        if users != threads:
+            numba.set_num_threads(users)
+
+
+class Kernel:
+    """A body and its parallel wrapper, compiled on first use for each key (mostly a dtype).
+
+    The body's last two parameters are lo and hi; the wrapper's are the number of items and of
+    chunks. `signature(key)` gives the types of the parameters before those. With None for the
+    wrapper the body always runs alone, and the call returns what it returns.
+    """
+
+    every: list["Kernel"] = []
+
+    def __init__(
+        self, body: Any, wrapper: Any, signature: Callable[[Any], tuple[Any, ...]], keys: Iterable[Any]
+    ) -> None:
+        self.name = body.__name__
+        self.keys = tuple(keys)
+        self._functions = (body, wrapper)
+        self._signature = signature
+        self._entries: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
+        Kernel.every.append(self)
+
+    def _entry(self, which: int, key: Any) -> Any:
+        found = self._entries[which].get(key)
+        if found is None:
+            types = (*self._signature(key), numba.int64, numba.int64)
+            found = self._functions[which].compile(types)
+            self._entries[which][key] = found
+        return found
+
+    def warm(self) -> None:
+        """Compile (or load from the cache) for every key, serial and parallel."""
+        for key in self.keys:
+            for which in (0, 1):
+                if self._functions[which] is not None:
+                    self._entry(which, key)
+
+    def __call__(self, key: Any, items: int, work: int, *arguments: Any) -> Any:
+        threads = 1 if work < SERIAL_WORK or self._functions[1] is None else min(thread_count(), items)
+        if threads <= 1:
+            return self._entry(0, key)(*arguments, 0, items)
+        _run_parallel(self._entry(1, key), threads, (*arguments, items, threads))
+        return None
+
+
+FLOATS = tuple(dtype for dtype in simd.POINTER if dtype.is_floating_point)

@@ -1,0 +1,801 @@
+"""The row operators on the CPU: kernels, then launchers.
+
+All walk token by token. A slot's row index is range-checked before it is used, whatever the plan
+says. Offsets are int64: an int32 row index times an int64 stride is one.
+"""
+
+import numpy as np
+import torch
+from numba import int64, prange
+from torch import Tensor
+
+from moeroute import memory
+from moeroute.ops.launch import FLOATS, Kernel, kernel, parallel_kernel
+from moeroute.ops.simd import (
+    ALIGNMENT,
+    COPY_BYTES,
+    LANES,
+    POINTER,
+    copy,
+    copy_stream,
+    copy_tail,
+    fence,
+    float32_ptr,
+    int32_ptr,
+    is_null,
+    load,
+    load_tail,
+    pairwise,
+    prefetch,
+    splat,
+    store,
+    store_tail,
+    stream,
+    uint8_ptr,
+    zeros,
+)
+
+ZERO = np.float32(0)
+
+# Outputs from here on go past the caches. Below it the next operator finds them in the cache.
+STREAM_BYTES = 4 << 20
+
+
+# ---------------------------------------------------------------------------- kernels: slots of a token
+
+
+@kernel
+def first_slot(slot_offsets, topk, num_slots, token):
+    """Where the slots of a token begin; `token + 1` gives their end. Always inside 0..num_slots."""
+    if is_null(slot_offsets):
+        return token * topk
+    return min(max(int64(slot_offsets[token]), 0), num_slots)
+
+
+@kernel
+def put_block(out, offset, block, streaming):
+    if streaming:
+        stream(out, offset, block)
+    else:
+        store(out, offset, block)
+
+
+# ---------------------------------------------------------------------------- kernels: combine
+
+
+@kernel
+def combine_body(
+    out, rows, row_of_slot, slot_offsets, topk, num_slots, num_rows, hidden, out_stride, rows_stride, streaming, lo, hi
+):
+    ahead = hidden // 2
+    whole = hidden - hidden % LANES
+    for t in range(lo, hi):
+        first = first_slot(slot_offsets, topk, num_slots, t)
+        last = first_slot(slot_offsets, topk, num_slots, t + 1)
+        for h in range(0, whole, LANES):
+            total = zeros()
+            for s in range(first, last):
+                r = row_of_slot[s]
+                if 0 <= r < num_rows:
+                    prefetch(rows, r * rows_stride + h + ahead)
+                    total = total + load(rows, r * rows_stride + h)
+            put_block(out, t * out_stride + h, total, streaming)
+        if whole < hidden:
+            total = zeros()
+            for s in range(first, last):
+                r = row_of_slot[s]
+                if 0 <= r < num_rows:
+                    total = total + load_tail(rows, r * rows_stride + whole, hidden - whole)
+            store_tail(out, t * out_stride + whole, total, hidden - whole)
+    fence()
+
+
+@parallel_kernel
+def combine_parallel(
+    out, rows, row_of_slot, slot_offsets, topk, num_slots, num_rows, hidden, out_stride, rows_stride, streaming, n, chunks
+):
+    for c in prange(chunks):
+        combine_body(
+            out, rows, row_of_slot, slot_offsets, topk, num_slots, num_rows, hidden, out_stride, rows_stride, streaming,
+            c * n // chunks, (c + 1) * n // chunks,
+        )  # fmt: skip
+
+
+@kernel
+def combine_weighted_body(
+    out, rows, weights, row_of_slot, slot_offsets, topk, num_slots, num_rows, hidden, out_stride, rows_stride,
+    streaming, lo, hi,
+):  # fmt: skip
+    ahead = hidden // 2
+    whole = hidden - hidden % LANES
+    for t in range(lo, hi):
+        first = first_slot(slot_offsets, topk, num_slots, t)
+        last = first_slot(slot_offsets, topk, num_slots, t + 1)
+        for h in range(0, whole, LANES):
+            total = zeros()
+            for s in range(first, last):
+                r = row_of_slot[s]
+                w = weights[s]
+                if 0 <= r < num_rows and w != ZERO:
+                    prefetch(rows, r * rows_stride + h + ahead)
+                    total = total + splat(w) * load(rows, r * rows_stride + h)
+            put_block(out, t * out_stride + h, total, streaming)
+        if whole < hidden:
+            total = zeros()
+            for s in range(first, last):
+                r = row_of_slot[s]
+                w = weights[s]
+                if 0 <= r < num_rows and w != ZERO:
+                    total = total + splat(w) * load_tail(rows, r * rows_stride + whole, hidden - whole)
+            store_tail(out, t * out_stride + whole, total, hidden - whole)
+    fence()
+
+
+@parallel_kernel
+def combine_weighted_parallel(
+    out, rows, weights, row_of_slot, slot_offsets, topk, num_slots, num_rows, hidden, out_stride, rows_stride,
+    streaming, n, chunks,
+):  # fmt: skip
+    for c in prange(chunks):
+        combine_weighted_body(
+            out, rows, weights, row_of_slot, slot_offsets, topk, num_slots, num_rows, hidden, out_stride, rows_stride,
+            streaming, c * n // chunks, (c + 1) * n // chunks,
+        )  # fmt: skip
+
+
+@kernel
+def some(pointer, offset, count):
+    """A block, or its first `count` elements."""
+    if count == LANES:
+        return load(pointer, offset)
+    return load_tail(pointer, offset, count)
+
+
+@kernel
+def combine_biased_body(
+    out, rows, weights, init, bias, row_of_slot, expert_of_slot, slot_offsets, topk, num_slots, num_rows, num_experts,
+    hidden, out_stride, rows_stride, init_stride, lo, hi,
+):  # fmt: skip
+    for t in range(lo, hi):
+        first = first_slot(slot_offsets, topk, num_slots, t)
+        last = first_slot(slot_offsets, topk, num_slots, t + 1)
+        for h in range(0, hidden, LANES):
+            count = min(LANES, hidden - h)
+            total = zeros()
+            if not is_null(init):
+                total = some(init, t * init_stride + h, count)
+            for s in range(first, last):
+                r = int64(row_of_slot[s])
+                e = int64(-1)
+                if not is_null(bias):
+                    e = int64(expert_of_slot[s])
+                has_row = 0 <= r < num_rows
+                has_bias = 0 <= e < num_experts
+                w = np.float32(1)
+                if not is_null(weights):
+                    w = weights[s]
+                if (has_row or has_bias) and w != ZERO:
+                    term = zeros()
+                    if has_row:
+                        term = some(rows, r * rows_stride + h, count)
+                    if has_bias:
+                        term = term + some(bias, e * hidden + h, count)
+                    if not is_null(weights):
+                        term = splat(w) * term
+                    total = total + term
+            store_tail(out, t * out_stride + h, total, count)
+
+
+@parallel_kernel
+def combine_biased_parallel(
+    out, rows, weights, init, bias, row_of_slot, expert_of_slot, slot_offsets, topk, num_slots, num_rows, num_experts,
+    hidden, out_stride, rows_stride, init_stride, n, chunks,
+):  # fmt: skip
+    for c in prange(chunks):
+        combine_biased_body(
+            out, rows, weights, init, bias, row_of_slot, expert_of_slot, slot_offsets, topk, num_slots, num_rows,
+            num_experts, hidden, out_stride, rows_stride, init_stride, c * n // chunks, (c + 1) * n // chunks,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- kernels: spread
+
+
+@kernel
+def copy_row(out, out_offset, source, source_offset, count, streaming):
+    """`count` bytes as they are."""
+    whole = count - count % COPY_BYTES
+    if streaming:
+        for b in range(0, whole, COPY_BYTES):
+            copy_stream(out, out_offset + b, source, source_offset + b)
+    else:
+        for b in range(0, whole, COPY_BYTES):
+            copy(out, out_offset + b, source, source_offset + b)
+    for b in range(whole, count, 64):
+        copy_tail(out, out_offset + b, source, source_offset + b, min(64, count - b))
+
+
+@kernel
+def zero_unused_rows(
+    out, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, row_bytes, stride_bytes, lo, hi
+):
+    """Zeros in the rows that no token's slot fills; the chunk [lo, hi) of the tokens takes its share of the rows."""
+    first = first_slot(slot_offsets, topk, num_slots, 0)
+    last = first_slot(slot_offsets, topk, num_slots, num_tokens)
+    items = max(num_tokens, 1)
+    for r in range(lo * num_rows // items, hi * num_rows // items):
+        s = slot_of_row[r]
+        if not (first <= s < last and row_of_slot[s] == r):
+            for b in range(row_bytes):
+                out[r * stride_bytes + b] = np.uint8(0)
+
+
+@kernel
+def spread_body(
+    out, x, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, row_bytes, out_stride,
+    x_stride, streaming, lo, hi,
+):  # fmt: skip
+    for t in range(lo, min(hi, num_tokens)):
+        first = first_slot(slot_offsets, topk, num_slots, t)
+        last = first_slot(slot_offsets, topk, num_slots, t + 1)
+        for s in range(first, last):
+            r = row_of_slot[s]
+            if 0 <= r < num_rows and slot_of_row[r] == s:
+                copy_row(out, r * out_stride, x, t * x_stride, row_bytes, streaming)
+    fence()
+    zero_unused_rows(
+        out, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, row_bytes, out_stride, lo, hi
+    )
+
+
+@parallel_kernel
+def spread_parallel(
+    out, x, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, row_bytes, out_stride,
+    x_stride, streaming, n, chunks,
+):  # fmt: skip
+    for c in prange(chunks):
+        spread_body(
+            out, x, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, row_bytes,
+            out_stride, x_stride, streaming, c * n // chunks, (c + 1) * n // chunks,
+        )  # fmt: skip
+
+
+@kernel
+def scale_row(out, out_offset, x, x_offset, weight, hidden, streaming):
+    whole = hidden - hidden % LANES
+    for h in range(0, whole, LANES):
+        put_block(out, out_offset + h, splat(weight) * load(x, x_offset + h), streaming)
+    if whole < hidden:
+        scaled = splat(weight) * load_tail(x, x_offset + whole, hidden - whole)
+        store_tail(out, out_offset + whole, scaled, hidden - whole)
+
+
+@kernel
+def spread_weighted_body(
+    out, out_bytes, x, weights, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, hidden,
+    element_bytes, out_stride, x_stride, streaming, lo, hi,
+):  # fmt: skip
+    for t in range(lo, min(hi, num_tokens)):
+        first = first_slot(slot_offsets, topk, num_slots, t)
+        last = first_slot(slot_offsets, topk, num_slots, t + 1)
+        for s in range(first, last):
+            r = row_of_slot[s]
+            if 0 <= r < num_rows and slot_of_row[r] == s:
+                scale_row(out, r * out_stride, x, t * x_stride, weights[s], hidden, streaming)
+    fence()
+    zero_unused_rows(
+        out_bytes, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens,
+        hidden * element_bytes, out_stride * element_bytes, lo, hi,
+    )  # fmt: skip
+
+
+@parallel_kernel
+def spread_weighted_parallel(
+    out, out_bytes, x, weights, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, hidden,
+    element_bytes, out_stride, x_stride, streaming, n, chunks,
+):  # fmt: skip
+    for c in prange(chunks):
+        spread_weighted_body(
+            out, out_bytes, x, weights, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens,
+            hidden, element_bytes, out_stride, x_stride, streaming, c * n // chunks, (c + 1) * n // chunks,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- kernels: row_dots
+
+
+@kernel
+def dot_row(y, y_offset, x, x_offset, bias, bias_offset, hidden):
+    """256 partial sums, then neighbours. A bias (offset >= 0) is added to y first."""
+    p0, p1, p2, p3 = zeros(), zeros(), zeros(), zeros()
+    for h in range(0, hidden, LANES):
+        count = min(LANES, hidden - h)
+        left = some(y, y_offset + h, count)
+        if bias_offset >= 0:
+            left = left + some(bias, bias_offset + h, count)
+        product = left * some(x, x_offset + h, count)
+        part = (h // LANES) % 4
+        if part == 0:
+            p0 = p0 + product
+        elif part == 1:
+            p1 = p1 + product
+        elif part == 2:
+            p2 = p2 + product
+        else:
+            p3 = p3 + product
+    return (pairwise(p0) + pairwise(p1)) + (pairwise(p2) + pairwise(p3))
+
+
+@kernel
+def zero_unused_slots(dots, slot_offsets, topk, num_slots, num_tokens, lo):
+    """Zeros in the slots that no token owns; the chunk that has token 0 does it."""
+    if lo == 0:
+        for s in range(first_slot(slot_offsets, topk, num_slots, 0)):
+            dots[s] = ZERO
+        for s in range(first_slot(slot_offsets, topk, num_slots, num_tokens), num_slots):
+            dots[s] = ZERO
+
+
+@kernel
+def row_dots_body(
+    dots, y, x, bias, row_of_slot, expert_of_slot, slot_offsets, topk, num_slots, num_rows, num_tokens, num_experts,
+    hidden, y_stride, x_stride, lo, hi,
+):  # fmt: skip
+    for t in range(lo, min(hi, num_tokens)):
+        first = first_slot(slot_offsets, topk, num_slots, t)
+        last = first_slot(slot_offsets, topk, num_slots, t + 1)
+        for s in range(first, last):
+            r = row_of_slot[s]
+            dot = ZERO
+            if 0 <= r < num_rows:
+                bias_offset = int64(-1)
+                if not is_null(bias):
+                    e = int64(expert_of_slot[s])
+                    if 0 <= e < num_experts:
+                        bias_offset = e * hidden
+                dot = dot_row(y, r * y_stride, x, t * x_stride, bias, bias_offset, hidden)
+            dots[s] = dot
+    zero_unused_slots(dots, slot_offsets, topk, num_slots, num_tokens, lo)
+
+
+@parallel_kernel
+def row_dots_parallel(
+    dots, y, x, bias, row_of_slot, expert_of_slot, slot_offsets, topk, num_slots, num_rows, num_tokens, num_experts,
+    hidden, y_stride, x_stride, n, chunks,
+):  # fmt: skip
+    for c in prange(chunks):
+        row_dots_body(
+            dots, y, x, bias, row_of_slot, expert_of_slot, slot_offsets, topk, num_slots, num_rows, num_tokens,
+            num_experts, hidden, y_stride, x_stride, c * n // chunks, (c + 1) * n // chunks,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- kernels: spread and row_dots at once
+
+
+@kernel
+def scale_dot_row(out, out_offset, x, x_offset, y, y_offset, weight, hidden, streaming):
+    """out = weight * x, and the dot product of y and x, in one pass."""
+    w = splat(weight)
+    p0, p1, p2, p3 = zeros(), zeros(), zeros(), zeros()
+    whole = hidden - hidden % (4 * LANES)
+    for h in range(0, whole, 4 * LANES):
+        x0 = load(x, x_offset + h)
+        p0 = p0 + load(y, y_offset + h) * x0
+        put_block(out, out_offset + h, w * x0, streaming)
+        x1 = load(x, x_offset + h + LANES)
+        p1 = p1 + load(y, y_offset + h + LANES) * x1
+        put_block(out, out_offset + h + LANES, w * x1, streaming)
+        x2 = load(x, x_offset + h + 2 * LANES)
+        p2 = p2 + load(y, y_offset + h + 2 * LANES) * x2
+        put_block(out, out_offset + h + 2 * LANES, w * x2, streaming)
+        x3 = load(x, x_offset + h + 3 * LANES)
+        p3 = p3 + load(y, y_offset + h + 3 * LANES) * x3
+        put_block(out, out_offset + h + 3 * LANES, w * x3, streaming)
+    for h in range(whole, hidden, LANES):
+        count = min(LANES, hidden - h)
+        xh = some(x, x_offset + h, count)
+        product = some(y, y_offset + h, count) * xh
+        store_tail(out, out_offset + h, w * xh, count)
+        part = (h - whole) // LANES
+        if part == 0:
+            p0 = p0 + product
+        elif part == 1:
+            p1 = p1 + product
+        elif part == 2:
+            p2 = p2 + product
+        else:
+            p3 = p3 + product
+    return (pairwise(p0) + pairwise(p1)) + (pairwise(p2) + pairwise(p3))
+
+
+@kernel
+def spread_dots_body(
+    out, out_bytes, dots, x, y, weights, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens,
+    hidden, element_bytes, out_stride, x_stride, y_stride, streaming, lo, hi,
+):  # fmt: skip
+    for t in range(lo, min(hi, num_tokens)):
+        first = first_slot(slot_offsets, topk, num_slots, t)
+        last = first_slot(slot_offsets, topk, num_slots, t + 1)
+        for s in range(first, last):
+            r = row_of_slot[s]
+            if 0 <= r < num_rows:
+                if slot_of_row[r] == s:
+                    dots[s] = scale_dot_row(
+                        out, r * out_stride, x, t * x_stride, y, r * y_stride, weights[s], hidden, streaming
+                    )
+                else:
+                    dots[s] = dot_row(y, r * y_stride, x, t * x_stride, y, int64(-1), hidden)
+            else:
+                dots[s] = ZERO
+    fence()
+    zero_unused_slots(dots, slot_offsets, topk, num_slots, num_tokens, lo)
+    zero_unused_rows(
+        out_bytes, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens,
+        hidden * element_bytes, out_stride * element_bytes, lo, hi,
+    )  # fmt: skip
+
+
+@parallel_kernel
+def spread_dots_parallel(
+    out, out_bytes, dots, x, y, weights, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens,
+    hidden, element_bytes, out_stride, x_stride, y_stride, streaming, n, chunks,
+):  # fmt: skip
+    for c in prange(chunks):
+        spread_dots_body(
+            out, out_bytes, dots, x, y, weights, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows,
+            num_tokens, hidden, element_bytes, out_stride, x_stride, y_stride, streaming,
+            c * n // chunks, (c + 1) * n // chunks,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- kernels: weights
+
+
+@kernel
+def take_body(out, values, index, num_values, lo, hi):
+    for i in range(lo, hi):
+        j = index[i]
+        if 0 <= j < num_values:
+            out[i] = values[j]
+        else:
+            out[i] = 0
+
+
+@parallel_kernel
+def take_parallel(out, values, index, num_values, n, chunks):
+    for c in prange(chunks):
+        take_body(out, values, index, num_values, c * n // chunks, (c + 1) * n // chunks)
+
+
+@kernel
+def slot_weights_body(
+    out, weights, expert_of_slot, slot_offsets, topk, num_slots, num_experts, num_tokens, weights_stride, lo, hi
+):
+    for t in range(lo, min(hi, num_tokens)):
+        first = first_slot(slot_offsets, topk, num_slots, t)
+        last = first_slot(slot_offsets, topk, num_slots, t + 1)
+        for s in range(first, last):
+            e = expert_of_slot[s]
+            if 0 <= e < num_experts:
+                out[s] = weights[t * weights_stride + e]
+            else:
+                out[s] = ZERO
+    zero_unused_slots(out, slot_offsets, topk, num_slots, num_tokens, lo)
+
+
+@parallel_kernel
+def slot_weights_parallel(
+    out, weights, expert_of_slot, slot_offsets, topk, num_slots, num_experts, num_tokens, weights_stride, n, chunks
+):
+    for c in prange(chunks):
+        slot_weights_body(
+            out, weights, expert_of_slot, slot_offsets, topk, num_slots, num_experts, num_tokens, weights_stride,
+            c * n // chunks, (c + 1) * n // chunks,
+        )  # fmt: skip
+
+
+@kernel
+def slot_weights_backward_body(
+    out, grad, expert_of_slot, slot_offsets, topk, num_slots, num_experts, out_stride, accumulate, lo, hi
+):
+    for t in range(lo, hi):
+        for e in range(num_experts):
+            out[t * out_stride + e] = ZERO
+        first = first_slot(slot_offsets, topk, num_slots, t)
+        last = first_slot(slot_offsets, topk, num_slots, t + 1)
+        for s in range(first, last):
+            e = expert_of_slot[s]
+            if 0 <= e < num_experts:
+                value = grad[s]
+                if accumulate:
+                    value = out[t * out_stride + e] + value
+                out[t * out_stride + e] = value
+
+
+@parallel_kernel
+def slot_weights_backward_parallel(
+    out, grad, expert_of_slot, slot_offsets, topk, num_slots, num_experts, out_stride, accumulate, n, chunks
+):
+    for c in prange(chunks):
+        slot_weights_backward_body(
+            out, grad, expert_of_slot, slot_offsets, topk, num_slots, num_experts, out_stride, accumulate,
+            c * n // chunks, (c + 1) * n // chunks,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- launchers
+
+_I = int32_ptr
+_F = float32_ptr
+_B = uint8_ptr
+_n = int64
+
+_combine = Kernel(
+    combine_body,
+    combine_parallel,
+    lambda dtype: (POINTER[dtype], POINTER[dtype], _I, _I, *[_n] * 7),
+    FLOATS,
+)
+_combine_weighted = Kernel(
+    combine_weighted_body,
+    combine_weighted_parallel,
+    lambda dtype: (POINTER[dtype], POINTER[dtype], _F, _I, _I, *[_n] * 7),
+    FLOATS,
+)
+_combine_biased = Kernel(
+    combine_biased_body,
+    combine_biased_parallel,
+    lambda dtype: (POINTER[dtype], POINTER[dtype], _F, POINTER[dtype], POINTER[dtype], _I, _I, _I, *[_n] * 8),
+    FLOATS,
+)
+_spread = Kernel(spread_body, spread_parallel, lambda _: (_B, _B, _I, _I, _I, *[_n] * 8), ("bytes",))
+_spread_weighted = Kernel(
+    spread_weighted_body,
+    spread_weighted_parallel,
+    lambda dtype: (POINTER[dtype], _B, POINTER[dtype], _F, _I, _I, _I, *[_n] * 9),
+    FLOATS,
+)
+_row_dots = Kernel(
+    row_dots_body,
+    row_dots_parallel,
+    lambda dtype: (_F, POINTER[dtype], POINTER[dtype], POINTER[dtype], _I, _I, _I, *[_n] * 8),
+    FLOATS,
+)
+_spread_dots = Kernel(
+    spread_dots_body,
+    spread_dots_parallel,
+    lambda dtype: (POINTER[dtype], _B, _F, POINTER[dtype], POINTER[dtype], _F, _I, _I, _I, *[_n] * 10),
+    FLOATS,
+)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_take = Kernel(
+    take_body, take_parallel, lambda size: (POINTER[_BITS[size]], POINTER[_BITS[size]], _I, _n), tuple(_BITS)
+)
+_slot_weights = Kernel(
+    slot_weights_body,
+    slot_weights_parallel,
+    lambda dtype: (POINTER[dtype], POINTER[dtype], _I, _I, *[_n] * 5),
+    FLOATS,
+)
+_slot_weights_backward = Kernel(
+    slot_weights_backward_body,
+    slot_weights_backward_parallel,
+    lambda dtype: (_F, POINTER[dtype], _I, _I, *[_n] * 5),
+    FLOATS,
+)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its elements of a row are not side by side."""
+    return tensor if tensor.stride(1) == 1 or tensor.shape[1] <= 1 else tensor.contiguous()
+
+
+def _target(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Where a kernel writes: `out` itself, or a fresh tensor where there is none or its strides do not serve."""
+    if out is None or (out.dim() and out.stride(-1) != 1 and out.shape[-1] > 1):
+        return memory.empty(shape, dtype)
+    return out
+
+
+def _finish(target: Tensor, out: Tensor | None) -> Tensor:
+    if out is None or out is target:
+        return target
+    return out.copy_(target)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _streams(target: Tensor, element_bytes: int) -> bool:
+    return (
+        target.numel() * element_bytes >= STREAM_BYTES
+        and target.data_ptr() % ALIGNMENT == 0
+        and target.stride(0) * element_bytes % ALIGNMENT == 0
+    )
+
+
+def _topk(row_of_slot: Tensor, num_tokens: int) -> int:
+    return row_of_slot.shape[0] // num_tokens if num_tokens else 0
+
+
+def combine(
+    rows: Tensor,
+    weights: Tensor | None,
+    row_of_slot: Tensor,
+    slot_offsets: Tensor | None,
+    num_tokens: int,
+    *,
+    init: Tensor | None = None,
+    bias: Tensor | None = None,
+    expert_of_slot: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    dtype, size = rows.dtype, rows.element_size()
+    num_rows, hidden = rows.shape
+    rows = _rows(rows)
+    target = _target(out, (num_tokens, hidden), dtype)
+    num_slots = row_of_slot.shape[0]
+    topk = num_slots // num_tokens if num_tokens else 0
+    offsets = 0 if slot_offsets is None else slot_offsets.data_ptr()
+    work = (num_slots + num_tokens) * hidden * size
+    if weights is not None:
+        weights = weights.float().contiguous()
+    if init is not None or bias is not None:
+        init = None if init is None else _rows(init)
+        bias = None if bias is None else bias.contiguous()
+        _combine_biased(
+            dtype, num_tokens, work,
+            target.data_ptr(), rows.data_ptr(), _address(weights), _address(init), _address(bias),
+            row_of_slot.data_ptr(), _address(expert_of_slot), offsets, topk, num_slots, num_rows,
+            0 if bias is None else bias.shape[0], hidden, target.stride(0), rows.stride(0),
+            0 if init is None else init.stride(0),
+        )  # fmt: skip
+    elif weights is None:
+        _combine(
+            dtype, num_tokens, work,
+            target.data_ptr(), rows.data_ptr(), row_of_slot.data_ptr(), offsets, topk, num_slots, num_rows, hidden,
+            target.stride(0), rows.stride(0), _streams(target, size),
+        )  # fmt: skip
+    else:
+        _combine_weighted(
+            dtype, num_tokens, work,
+            target.data_ptr(), rows.data_ptr(), weights.data_ptr(), row_of_slot.data_ptr(), offsets, topk, num_slots,
+            num_rows, hidden, target.stride(0), rows.stride(0), _streams(target, size),
+        )  # fmt: skip
+    return target if out is None else _finish(target, out)
+
+
+def spread(
+    x: Tensor,
+    weights: Tensor | None,
+    row_of_slot: Tensor,
+    slot_of_row: Tensor,
+    slot_offsets: Tensor | None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    size = x.element_size()
+    num_tokens, hidden = x.shape
+    num_rows, num_slots = slot_of_row.shape[0], row_of_slot.shape[0]
+    x = _rows(x)
+    target = _target(out, (num_rows, hidden), x.dtype)
+    topk = num_slots // num_tokens if num_tokens else 0
+    offsets = 0 if slot_offsets is None else slot_offsets.data_ptr()
+    work = (num_rows + num_tokens) * hidden * size
+    if weights is None:
+        _spread(
+            "bytes", max(num_tokens, 1), work,
+            target.data_ptr(), x.data_ptr(), row_of_slot.data_ptr(), slot_of_row.data_ptr(), offsets, topk, num_slots,
+            num_rows, num_tokens, hidden * size, target.stride(0) * size, x.stride(0) * size, _streams(target, size),
+        )  # fmt: skip
+    else:
+        weights = weights.float().contiguous()
+        _spread_weighted(
+            x.dtype, max(num_tokens, 1), work,
+            target.data_ptr(), target.data_ptr(), x.data_ptr(), weights.data_ptr(), row_of_slot.data_ptr(),
+            slot_of_row.data_ptr(), offsets, topk, num_slots, num_rows, num_tokens, hidden, size, target.stride(0),
+            x.stride(0), _streams(target, size),
+        )  # fmt: skip
+    return target if out is None else _finish(target, out)
+
+
+def row_dots(
+    y: Tensor,
+    x: Tensor,
+    row_of_slot: Tensor,
+    slot_offsets: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    expert_of_slot: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    num_rows, hidden = y.shape
+    num_tokens, num_slots = x.shape[0], row_of_slot.shape[0]
+    y, x = _rows(y), _rows(x)
+    bias = None if bias is None else bias.contiguous()
+    dots = _target(out if dtype is torch.float32 else None, (num_slots,), torch.float32)
+    _row_dots(
+        y.dtype, max(num_tokens, 1), (num_slots + num_tokens) * hidden * y.element_size(),
+        dots.data_ptr(), y.data_ptr(), x.data_ptr(), _address(bias), row_of_slot.data_ptr(), _address(expert_of_slot),
+        _address(slot_offsets), _topk(row_of_slot, num_tokens), num_slots, num_rows, num_tokens,
+        0 if bias is None else bias.shape[0], hidden, y.stride(0), x.stride(0),
+    )  # fmt: skip
+    return _finish(dots.to(dtype), out)
+
+
+def spread_dots(
+    x: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    row_of_slot: Tensor,
+    slot_of_row: Tensor,
+    slot_offsets: Tensor | None,
+    *,
+    out: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
+    size, dtype = x.element_size(), weights.dtype
+    num_tokens, hidden = x.shape
+    num_rows, num_slots = slot_of_row.shape[0], row_of_slot.shape[0]
+    x, y = _rows(x), _rows(y)
+    out_rows, out_dots = out
+    target = _target(out_rows, (num_rows, hidden), x.dtype)
+    dots = _target(out_dots if dtype is torch.float32 else None, (num_slots,), torch.float32)
+    weights = weights.float().contiguous()
+    _spread_dots(
+        x.dtype, max(num_tokens, 1), (2 * num_rows + num_tokens) * hidden * size,
+        target.data_ptr(), target.data_ptr(), dots.data_ptr(), x.data_ptr(), y.data_ptr(), weights.data_ptr(),
+        row_of_slot.data_ptr(), slot_of_row.data_ptr(), _address(slot_offsets), _topk(row_of_slot, num_tokens),
+        num_slots, num_rows, num_tokens, hidden, size, target.stride(0), x.stride(0), y.stride(0),
+        _streams(target, size),
+    )  # fmt: skip
+    return _finish(target, out_rows), _finish(dots.to(dtype), out_dots)
+
+
+def take(values: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
+    values = values.contiguous()
+    target = _target(out, (index.shape[0],), values.dtype)
+    size = values.element_size()
+    _take(
+        size, index.shape[0], index.shape[0] * 2 * size,
+        target.data_ptr(), values.data_ptr(), index.data_ptr(), values.shape[0],
+    )  # fmt: skip
+    return _finish(target, out)
+
+
+def slot_weights(
+    weights: Tensor, expert_of_slot: Tensor, slot_offsets: Tensor | None, *, out: Tensor | None = None
+) -> Tensor:
+    weights = _rows(weights)
+    num_tokens, num_experts = weights.shape
+    num_slots = expert_of_slot.shape[0]
+    target = _target(out, (num_slots,), weights.dtype)
+    _slot_weights(
+        weights.dtype, max(num_tokens, 1), num_slots * 16,
+        target.data_ptr(), weights.data_ptr(), expert_of_slot.data_ptr(), _address(slot_offsets),
+        _topk(expert_of_slot, num_tokens), num_slots, num_experts, num_tokens, weights.stride(0),
+    )  # fmt: skip
+    return _finish(target, out)
+
+
+def slot_weights_backward(
+    grad: Tensor,
+    expert_of_slot: Tensor,
+    slot_offsets: Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    accumulate: bool,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    grad = grad.contiguous()
+    dtype = grad.dtype
+    target = _target(out if dtype is torch.float32 else None, (num_tokens, num_experts), torch.float32)
+    _slot_weights_backward(
+        dtype, num_tokens, num_tokens * num_experts * 4,
+        target.data_ptr(), grad.data_ptr(), expert_of_slot.data_ptr(), _address(slot_offsets),
+        _topk(expert_of_slot, num_tokens), expert_of_slot.shape[0], num_experts, target.stride(0), accumulate,
+    )  # fmt: skip
+    return _finish(target.to(dtype), out)

@@ -1,0 +1,192 @@
+"""The row operators in plain torch: gathers, one arithmetic operation at a time, in slot order.
+
+Slow and clear; it shares nothing with the kernels that it judges. `sum`, `addmm` and the like are
+not used, since they reorder or fuse.
+"""
+
+import torch
+from torch import Tensor
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
+def _token_of_slot(num_slots: int, slot_offsets: Tensor | None, num_tokens: int, device: torch.device) -> Tensor:
+    """int64 [S]; `num_tokens` for a slot that no token owns."""
+    slots = torch.arange(num_slots, device=device)
+    if slot_offsets is None:
+        return slots // max(num_slots // max(num_tokens, 1), 1)
+    return torch.searchsorted(slot_offsets[1:].long().contiguous(), slots, right=True)
+
+
+def _slot_table(num_slots: int, slot_offsets: Tensor | None, num_tokens: int, device: torch.device) -> Tensor:
+    """int64 [T, most slots of a token]: the slots of each token in order, `num_slots` where it has no further one."""
+    if slot_offsets is None:
+        return torch.arange(num_slots, device=device).reshape(num_tokens, -1 if num_tokens else 0)
+    first, last = slot_offsets[:-1].long(), slot_offsets[1:].long()
+    most = int((last - first).max()) if num_tokens else 0
+    table = first[:, None] + torch.arange(most, device=device)
+    return torch.where(table < last[:, None], table, num_slots)
+
+
+def _with_zero_row(rows: Tensor) -> Tensor:
+    """The rows and one more of zeros, which stands for every missing one."""
+    return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])
+
+
+def _valid(index: Tensor, size: int) -> Tensor:
+    """The index as int64, `size` where it lies outside [0, size)."""
+    index = index.long()
+    return torch.where((index >= 0) & (index < size), index, size)
+
+
+def _deliver(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
+
+
+def combine(
+    rows: Tensor,
+    weights: Tensor | None,
+    row_of_slot: Tensor,
+    slot_offsets: Tensor | None,
+    num_tokens: int,
+    *,
+    init: Tensor | None = None,
+    bias: Tensor | None = None,
+    expert_of_slot: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    num_rows, num_slots = rows.shape[0], row_of_slot.shape[0]
+    source = _with_zero_row(rows)
+    row_of_slot = _with_zero_row(_valid(row_of_slot, num_rows))
+    row_of_slot[-1] = num_rows
+    total = _wide(rows.new_zeros(num_tokens, rows.shape[1]) if init is None else init)
+    for slots in _slot_table(num_slots, slot_offsets, num_tokens, rows.device).unbind(1):
+        at = row_of_slot[slots]
+        used = at < num_rows
+        term = _wide(source[at])
+        if bias is not None and expert_of_slot is not None:
+            experts = _with_zero_row(_valid(expert_of_slot, bias.shape[0]))
+            experts[-1] = bias.shape[0]
+            experts = experts[slots]
+            has_bias = experts < bias.shape[0]
+            term = torch.where(has_bias[:, None], term + _wide(_with_zero_row(bias)[experts]), term)
+            used = used | has_bias
+        if weights is not None:
+            weight = _wide(_with_zero_row(weights)[slots])
+            used = used & (weight != 0)
+            term = weight[:, None] * term
+        total = torch.where(used[:, None], total + term, total)
+    return _deliver(total.to(rows.dtype), out)
+
+
+def spread(
+    x: Tensor,
+    weights: Tensor | None,
+    row_of_slot: Tensor,
+    slot_of_row: Tensor,
+    slot_offsets: Tensor | None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    num_tokens, num_slots, num_rows = x.shape[0], row_of_slot.shape[0], slot_of_row.shape[0]
+    token_of_slot = _token_of_slot(num_slots, slot_offsets, num_tokens, x.device)
+    slots = _valid(slot_of_row, num_slots)
+    # A row belongs to its slot only where the slot says so too.
+    back = torch.cat([row_of_slot.long(), row_of_slot.new_full((1,), -1).long()])[slots]
+    slots = torch.where(back == torch.arange(num_rows, device=x.device), slots, num_slots)
+    tokens = torch.cat([token_of_slot, token_of_slot.new_full((1,), num_tokens)])[slots]
+    result = _with_zero_row(x)[tokens]
+    if weights is not None:
+        scaled = _wide(_with_zero_row(weights)[slots])[:, None] * _wide(result)
+        result = torch.where((tokens < num_tokens)[:, None], scaled, 0).to(x.dtype)
+    return _deliver(result, out)
+
+
+def _sum_hidden(products: Tensor) -> Tensor:
+    """[N, H] -> [N]: 256 partial sums, then neighbours."""
+    count, hidden = products.shape
+    padded = torch.nn.functional.pad(products, (0, -hidden % 256)).reshape(count, -(-hidden // 256), 256)
+    partial = products.new_zeros(count, 256)
+    for piece in padded.unbind(1):
+        partial = partial + piece
+    while partial.shape[1] > 1:
+        partial = partial[:, 0::2] + partial[:, 1::2]
+    return partial[:, 0]
+
+
+def row_dots(
+    y: Tensor,
+    x: Tensor,
+    row_of_slot: Tensor,
+    slot_offsets: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    expert_of_slot: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    num_tokens, num_rows, num_slots = x.shape[0], y.shape[0], row_of_slot.shape[0]
+    rows = _valid(row_of_slot, num_rows)
+    tokens = _token_of_slot(num_slots, slot_offsets, num_tokens, x.device)
+    left = _wide(_with_zero_row(y)[rows])
+    if bias is not None and expert_of_slot is not None:
+        experts = _valid(expert_of_slot, bias.shape[0])
+        has_bias = (experts < bias.shape[0])[:, None]
+        left = torch.where(has_bias, left + _wide(_with_zero_row(bias)[experts]), left)
+    dots = _sum_hidden(left * _wide(_with_zero_row(x)[tokens]))
+    dots = torch.where((rows < num_rows) & (tokens < num_tokens), dots, 0)
+    return _deliver(dots.to(dtype), out)
+
+
+def spread_dots(
+    x: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    row_of_slot: Tensor,
+    slot_of_row: Tensor,
+    slot_offsets: Tensor | None,
+    *,
+    out: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
+    out_rows, out_dots = out
+    dots = row_dots(y, x, row_of_slot, slot_offsets, weights.dtype)
+    rows = spread(x, weights, row_of_slot, slot_of_row, slot_offsets, out=out_rows)
+    return rows, _deliver(dots, out_dots)
+
+
+def take(values: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
+    return _deliver(_with_zero_row(values)[_valid(index, values.shape[0])], out)
+
+
+def slot_weights(
+    weights: Tensor, expert_of_slot: Tensor, slot_offsets: Tensor | None, *, out: Tensor | None = None
+) -> Tensor:
+    num_tokens, num_experts = weights.shape
+    tokens = _token_of_slot(expert_of_slot.shape[0], slot_offsets, num_tokens, weights.device)
+    experts = _valid(expert_of_slot, num_experts)
+    padded = torch.nn.functional.pad(weights, (0, 1, 0, 1))  # a zero column and a zero row
+    return _deliver(padded[tokens, experts], out)
+
+
+def slot_weights_backward(
+    grad: Tensor,
+    expert_of_slot: Tensor,
+    slot_offsets: Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    accumulate: bool,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    num_slots = expert_of_slot.shape[0]
+    wide = _wide(_with_zero_row(grad))
+    experts = torch.cat([_valid(expert_of_slot, num_experts), expert_of_slot.new_full((1,), num_experts).long()])
+    result = wide.new_zeros(num_tokens, num_experts + 1)  # the last column takes what has no expert
+    tokens = torch.arange(num_tokens, device=grad.device)
+    for slots in _slot_table(num_slots, slot_offsets, num_tokens, grad.device).unbind(1):
+        at = experts[slots]
+        value = wide[slots]
+        result[tokens, at] = result[tokens, at] + value if accumulate else value
+    return _deliver(result[:, :num_experts].to(grad.dtype), out)

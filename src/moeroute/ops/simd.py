@@ -1,0 +1,635 @@
+"""The Numba vocabulary of the CPU kernels: typed pointers and a block of 64 float32 lanes.
+
+A kernel takes `Pointer` arguments (Python passes `tensor.data_ptr()` integers) and works on
+`Block` values, each one LLVM vector of 64 floats. Loading widens to float32, storing narrows
+once, to nearest even, with NaN kept. Nothing here is fast-math: every operator is one rounded
+IEEE operation, so the bits match the reference.
+
+    acc = zeros()
+    acc = acc + splat(weight) * load(rows, offset)
+    stream(out, offset, acc)              # past the caches; `store` where unaligned
+
+`load_tail`, `store_tail` and `copy_tail` touch the first n elements only; the missing lanes of a
+loaded tail are +0. A pointer is also indexed like an array: `row_of_slot[s]`, `out[i] = value`.
+Kernels compute offsets in int64 and check every index that comes from memory themselves.
+"""
+
+import hashlib
+import operator
+from pathlib import Path
+
+import llvmlite
+import numba
+import torch
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import NativeValue, intrinsic, lower_builtin, models, overload, register_model, unbox
+
+LANES = 64
+ALIGNMENT = 64  # bytes a streaming store needs: a cache line, one AVX-512 register
+COPY_BYTES = 256  # bytes of one `copy`
+
+# Numba's on-disk cache notices a change in the kernel's own file only. The pointer types carry this
+# fingerprint in their names, so a change here changes every kernel's signature.
+FINGERPRINT = hashlib.sha256(
+    Path(__file__).read_bytes() + numba.__version__.encode() + llvmlite.__version__.encode()
+).hexdigest()[:12]
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_F32 = ir.FloatType()
+_STORAGE = {
+    "float32": _F32,
+    "bfloat16": _I16,
+    "float16": ir.HalfType(),
+    "uint8": _I8,
+    "uint16": _I16,
+    "int16": _I16,
+    "int32": _I32,
+    "int64": _I64,
+}
+
+
+def _vector(element: ir.Type) -> ir.VectorType:
+    return ir.VectorType(element, LANES)
+
+
+def _constant(element: ir.Type, value: float) -> ir.Constant:
+    return ir.Constant(_vector(element), [value] * LANES)
+
+
+_BLOCK = _vector(_F32)
+
+
+# ---------------------------------------------------------------------------- types
+
+
+class Pointer(types.Type):
+    """Address of elements of one storage kind; Python passes it as an integer."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        super().__init__(name=f"Pointer({kind},{FINGERPRINT})")
+
+
+class BlockType(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="Block")
+
+
+float32_ptr, bfloat16_ptr, float16_ptr, uint8_ptr, int16_ptr, int32_ptr, int64_ptr = map(
+    Pointer, ("float32", "bfloat16", "float16", "uint8", "int16", "int32", "int64")
+)
+block_type = BlockType()
+
+POINTER = {
+    torch.float32: float32_ptr,
+    torch.bfloat16: bfloat16_ptr,
+    torch.float16: float16_ptr,
+    torch.uint8: uint8_ptr,
+    torch.int16: int16_ptr,
+    torch.int32: int32_ptr,
+    torch.int64: int64_ptr,
+}
+
+
+@register_model(Pointer)
+class PointerModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, _I64)
+
+
+@register_model(BlockType)
+class BlockModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, _BLOCK)
+
+
+@unbox(Pointer)
+def unbox_pointer(typ, obj, c):
+    address = c.pyapi.long_as_ulonglong(obj)
+    return NativeValue(address, is_error=cgutils.is_not_null(c.builder, c.pyapi.err_occurred()))
+
+
+# ---------------------------------------------------------------------------- addresses and lanes
+
+
+def _address(builder, pointer, offset, element):
+    return builder.gep(builder.inttoptr(pointer, element.as_pointer()), [offset])
+
+
+def _vector_address(builder, pointer, offset, element, lanes=LANES):
+    address = _address(builder, pointer, offset, element)
+    return builder.bitcast(address, ir.VectorType(element, lanes).as_pointer())
+
+
+def _first_lanes(builder, count, lanes=LANES):
+    """The mask of the lanes below `count`."""
+    position = ir.Constant(ir.VectorType(_I32, lanes), list(range(lanes)))
+    count = builder.trunc(count, _I32)
+    undefined = ir.Constant(ir.VectorType(_I32, lanes), ir.Undefined)
+    first = builder.insert_element(undefined, count, ir.Constant(_I32, 0))
+    spread = builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, lanes), [0] * lanes))
+    return builder.icmp_unsigned("<", position, spread)
+
+
+def _masked_load(builder, address, mask, vector):
+    name = f"llvm.masked.load.v{vector.count}{vector.element.intrinsic_name}.p0"
+    mask_type = ir.VectorType(ir.IntType(1), vector.count)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(vector, [vector.as_pointer(), _I32, mask_type, vector]), name
+    )
+    return builder.call(function, [address, ir.Constant(_I32, 1), mask, ir.Constant(vector, None)])
+
+
+def _masked_store(builder, address, mask, value):
+    vector = value.type
+    name = f"llvm.masked.store.v{vector.count}{vector.element.intrinsic_name}.p0"
+    mask_type = ir.VectorType(ir.IntType(1), vector.count)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [vector, vector.as_pointer(), _I32, mask_type]), name
+    )
+    builder.call(function, [value, address, ir.Constant(_I32, 1), mask])
+
+
+def _widen(builder, kind, value):
+    """Storage lanes (or one element) to float32."""
+    many = isinstance(value.type, ir.VectorType)
+    f32, i32 = (_vector(_F32), _vector(_I32)) if many else (_F32, _I32)
+    if kind == "bfloat16":
+        shift = _constant(_I32, 16) if many else ir.Constant(_I32, 16)
+        return builder.bitcast(builder.shl(builder.zext(value, i32), shift), f32)
+    if kind == "float16":
+        return builder.fpext(value, f32)
+    return value
+
+
+def _narrow(builder, kind, value):
+    """Float32 lanes (or one element) to storage, to nearest even."""
+    many = isinstance(value.type, ir.VectorType)
+    if kind == "bfloat16":
+        i32, i16 = (_vector(_I32), _vector(_I16)) if many else (_I32, _I16)
+
+        def number(n):
+            return _constant(_I32, n) if many else ir.Constant(_I32, n)
+
+        bits = builder.bitcast(value, i32)
+        high = builder.lshr(bits, number(16))
+        odd = builder.and_(high, number(1))
+        rounded = builder.lshr(builder.add(builder.add(bits, number(0x7FFF)), odd), number(16))
+        nan = builder.fcmp_unordered("uno", value, value)
+        return builder.trunc(builder.select(nan, builder.or_(high, number(0x40)), rounded), i16)
+    if kind == "float16":
+        return builder.fptrunc(value, _vector(ir.HalfType()) if many else ir.HalfType())
+    return value
+
+
+# ---------------------------------------------------------------------------- one element
+
+
+def _element_type(pointer: Pointer) -> types.Type:
+    if pointer.kind in ("float32", "bfloat16", "float16"):
+        return types.float32
+    return getattr(types, pointer.kind)
+
+
+@intrinsic
+def _get(typingctx, pointer, index):
+    def codegen(context, builder, sig, args):
+        kind = sig.args[0].kind
+        return _widen(builder, kind, builder.load(_address(builder, *args, _STORAGE[kind])))
+
+    return _element_type(pointer)(pointer, types.int64), codegen
+
+
+@intrinsic
+def _set(typingctx, pointer, index, value):
+    def codegen(context, builder, sig, args):
+        kind = sig.args[0].kind
+        address = _address(builder, args[0], args[1], _STORAGE[kind])
+        builder.store(_narrow(builder, kind, args[2]), address)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, _element_type(pointer)), codegen
+
+
+@overload(operator.getitem)
+def pointer_getitem(pointer, index):
+    if isinstance(pointer, Pointer):
+        return lambda pointer, index: _get(pointer, index)
+
+
+@overload(operator.setitem)
+def pointer_setitem(pointer, index, value):
+    if isinstance(pointer, Pointer):
+        return lambda pointer, index, value: _set(pointer, index, value)
+
+
+@intrinsic
+def advance(typingctx, pointer, elements):
+    """The pointer `elements` further on."""
+
+    def codegen(context, builder, sig, args):
+        size = context.get_abi_sizeof(_STORAGE[sig.args[0].kind])
+        return builder.add(args[0], builder.mul(args[1], ir.Constant(_I64, size)))
+
+    return pointer(pointer, types.int64), codegen
+
+
+@intrinsic
+def is_null(typingctx, pointer):
+    def codegen(context, builder, sig, args):
+        return builder.icmp_unsigned("==", args[0], ir.Constant(_I64, 0))
+
+    return types.boolean(pointer), codegen
+
+
+# ---------------------------------------------------------------------------- blocks
+
+
+@intrinsic
+def zeros(typingctx):
+    return block_type(), lambda context, builder, sig, args: _constant(_F32, 0.0)
+
+
+@intrinsic
+def splat(typingctx, value):
+    def codegen(context, builder, sig, args):
+        undefined = ir.Constant(_BLOCK, ir.Undefined)
+        first = builder.insert_element(undefined, args[0], ir.Constant(_I32, 0))
+        return builder.shuffle_vector(first, undefined, _constant(_I32, 0))
+
+    return block_type(types.float32), codegen
+
+
+@intrinsic
+def load(typingctx, pointer, offset):
+    def codegen(context, builder, sig, args):
+        kind = sig.args[0].kind
+        return _widen(builder, kind, builder.load(_vector_address(builder, *args, _STORAGE[kind]), align=1))
+
+    return block_type(pointer, types.int64), codegen
+
+
+@intrinsic
+def load_tail(typingctx, pointer, offset, count):
+    """The first `count` < 64 elements; the other lanes are +0 and their memory is not read."""
+
+    def codegen(context, builder, sig, args):
+        kind = sig.args[0].kind
+        element = _STORAGE[kind]
+        integer = {16: _I16, 32: _F32}[context.get_abi_sizeof(element) * 8]  # half has no masked load everywhere
+        address = _vector_address(builder, args[0], args[1], integer)
+        value = _masked_load(builder, address, _first_lanes(builder, args[2]), _vector(integer))
+        return _widen(builder, kind, builder.bitcast(value, _vector(element)))
+
+    return block_type(pointer, types.int64, types.int64), codegen
+
+
+def _storing(align, streaming):
+    def codegen(context, builder, sig, args):
+        kind = sig.args[0].kind
+        address = _vector_address(builder, args[0], args[1], _STORAGE[kind])
+        instruction = builder.store(_narrow(builder, kind, args[2]), address, align=align)
+        if streaming:
+            instruction.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+        return context.get_dummy_value()
+
+    return codegen
+
+
+@intrinsic
+def store(typingctx, pointer, offset, value):
+    return types.void(pointer, types.int64, block_type), _storing(1, streaming=False)
+
+
+@intrinsic
+def stream(typingctx, pointer, offset, value):
+    """A store past the caches. The address must be a multiple of ALIGNMENT: else a fault."""
+    return types.void(pointer, types.int64, block_type), _storing(ALIGNMENT, streaming=True)
+
+
+@intrinsic
+def store_tail(typingctx, pointer, offset, value, count):
+    def codegen(context, builder, sig, args):
+        kind = sig.args[0].kind
+        narrowed = _narrow(builder, kind, args[2])
+        integer = {16: _I16, 32: _F32}[context.get_abi_sizeof(_STORAGE[kind]) * 8]
+        address = _vector_address(builder, args[0], args[1], integer)
+        _masked_store(
+            builder, address, _first_lanes(builder, args[3]), builder.bitcast(narrowed, _vector(integer))
+        )
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, block_type, types.int64), codegen
+
+
+def _copying(streaming):
+    def codegen(context, builder, sig, args):
+        source = _vector_address(builder, args[2], args[3], _I8, COPY_BYTES)
+        target = _vector_address(builder, args[0], args[1], _I8, COPY_BYTES)
+        instruction = builder.store(builder.load(source, align=1), target, align=ALIGNMENT if streaming else 1)
+        if streaming:
+            instruction.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(_I32, 1)]))
+        return context.get_dummy_value()
+
+    return codegen
+
+
+@intrinsic
+def copy(typingctx, target, target_offset, source, source_offset):
+    """COPY_BYTES bytes as they are; both pointers are uint8."""
+    return types.void(uint8_ptr, types.int64, uint8_ptr, types.int64), _copying(streaming=False)
+
+
+@intrinsic
+def copy_stream(typingctx, target, target_offset, source, source_offset):
+    """`copy` past the caches; the target must be a multiple of ALIGNMENT."""
+    return types.void(uint8_ptr, types.int64, uint8_ptr, types.int64), _copying(streaming=True)
+
+
+@intrinsic
+def copy_tail(typingctx, target, target_offset, source, source_offset, count):
+    """The first `count` <= 64 bytes."""
+
+    def codegen(context, builder, sig, args):
+        mask = _first_lanes(builder, args[4])
+        value = _masked_load(builder, _vector_address(builder, args[2], args[3], _I8), mask, _vector(_I8))
+        _masked_store(builder, _vector_address(builder, args[0], args[1], _I8), mask, value)
+        return context.get_dummy_value()
+
+    return types.void(uint8_ptr, types.int64, uint8_ptr, types.int64, types.int64), codegen
+
+
+@intrinsic
+def prefetch(typingctx, pointer, offset):
+    """Ask for the cache line of one element; any address is allowed."""
+
+    def codegen(context, builder, sig, args):
+        address = builder.bitcast(_address(builder, *args, _STORAGE[sig.args[0].kind]), _I8.as_pointer())
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32]),
+            "llvm.prefetch.p0",
+        )
+        builder.call(function, [address, *(ir.Constant(_I32, n) for n in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64), codegen
+
+
+@intrinsic
+def fence(typingctx):
+    """Order streaming stores before whatever tells other threads that they are done."""
+
+    def codegen(context, builder, sig, args):
+        if "86" in str(builder.module.triple):
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse.sfence"
+            )
+            builder.call(function, [])
+        else:
+            builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+def _define_block_operator(python_operator, instruction):
+    @infer_global(python_operator)
+    class BlockOperator(ConcreteTemplate):
+        cases = [signature(block_type, block_type, block_type)]
+
+    @lower_builtin(python_operator, block_type, block_type)
+    def lower(context, builder, sig, args):
+        return getattr(builder, instruction)(*args)
+
+
+_define_block_operator(operator.add, "fadd")
+_define_block_operator(operator.sub, "fsub")
+_define_block_operator(operator.mul, "fmul")
+_define_block_operator(operator.truediv, "fdiv")
+
+
+@intrinsic
+def pairwise(typingctx, block):
+    """The sum of the 64 lanes: neighbours are added to each other, 64 to 32 to … to 1."""
+
+    def codegen(context, builder, sig, args):
+        (value,) = args
+        count = LANES
+        while count > 1:
+            undefined = ir.Constant(value.type, ir.Undefined)
+            half = ir.VectorType(_I32, count // 2)
+            even = builder.shuffle_vector(value, undefined, ir.Constant(half, list(range(0, count, 2))))
+            odd = builder.shuffle_vector(value, undefined, ir.Constant(half, list(range(1, count, 2))))
+            value = builder.fadd(even, odd)
+            count //= 2
+        return builder.extract_element(value, ir.Constant(_I32, 0))
+
+    return types.float32(block_type), codegen
+
+
+# ---------------------------------------------------------------------------- integer lanes, comparisons, choices
+
+
+class IntBlockType(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="IntBlock")
+
+
+class MaskType(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="Mask")
+
+
+int_block_type = IntBlockType()
+mask_type = MaskType()
+_INT_BLOCK = _vector(_I32)
+_MASK = _vector(ir.IntType(1))
+
+
+@register_model(IntBlockType)
+class IntBlockModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, _INT_BLOCK)
+
+
+@register_model(MaskType)
+class MaskModel(models.PrimitiveModel):
+    def __init__(self, dmm, fe_type):
+        super().__init__(dmm, fe_type, _MASK)
+
+
+def _define_operator(python_operator, instruction, operand, result):
+    @infer_global(python_operator)
+    class Operator(ConcreteTemplate):
+        cases = [signature(result, operand, operand)]
+
+    @lower_builtin(python_operator, operand, operand)
+    def lower(context, builder, sig, args):
+        return instruction(builder, *args)
+
+
+for _python_operator, _name in (
+    (operator.add, "add"),
+    (operator.sub, "sub"),
+    (operator.and_, "and_"),
+    (operator.xor, "xor"),
+    (operator.lshift, "shl"),
+    (operator.rshift, "ashr"),
+):
+    _define_operator(_python_operator, getattr(ir.IRBuilder, _name), int_block_type, int_block_type)
+_define_operator(operator.gt, lambda b, x, y: b.icmp_signed(">", x, y), int_block_type, mask_type)
+_define_operator(operator.eq, lambda b, x, y: b.icmp_signed("==", x, y), int_block_type, mask_type)
+_define_operator(operator.gt, lambda b, x, y: b.fcmp_ordered(">", x, y), block_type, mask_type)
+
+
+@intrinsic
+def ints(typingctx, value):
+    """One int32 in every lane."""
+
+    def codegen(context, builder, sig, args):
+        undefined = ir.Constant(_INT_BLOCK, ir.Undefined)
+        first = builder.insert_element(undefined, args[0], ir.Constant(_I32, 0))
+        return builder.shuffle_vector(first, undefined, _constant(_I32, 0))
+
+    return int_block_type(types.int32), codegen
+
+
+@intrinsic
+def lane_numbers(typingctx):
+    return int_block_type(), lambda context, builder, sig, args: ir.Constant(_INT_BLOCK, list(range(LANES)))
+
+
+@intrinsic
+def bits(typingctx, value):
+    """The bits of a block (or of one float32) as int32."""
+    many = isinstance(value, BlockType)
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], _INT_BLOCK if many else _I32)
+
+    return (int_block_type(block_type) if many else types.int32(types.float32)), codegen
+
+
+@intrinsic
+def floats(typingctx, value):
+    """The inverse of `bits`."""
+    many = isinstance(value, IntBlockType)
+
+    def codegen(context, builder, sig, args):
+        return builder.bitcast(args[0], _BLOCK if many else _F32)
+
+    return (block_type(int_block_type) if many else types.float32(types.int32)), codegen
+
+
+@intrinsic
+def choose(typingctx, mask, yes, no):
+    """Lane by lane: `yes` where the mask is set, else `no`."""
+    return yes(mask_type, yes, yes), lambda context, builder, sig, args: builder.select(*args)
+
+
+@intrinsic
+def lanes_below(typingctx, count):
+    return mask_type(types.int64), lambda context, builder, sig, args: _first_lanes(builder, args[0])
+
+
+@intrinsic
+def lane_bits(typingctx, mask):
+    """The mask as a uint64: lane i is bit i."""
+    return types.uint64(mask_type), lambda context, builder, sig, args: builder.bitcast(args[0], _I64)
+
+
+@intrinsic
+def lowest_bit(typingctx, word):
+    """The position of the lowest set bit of a uint64 that is not 0."""
+
+    def codegen(context, builder, sig, args):
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def load_ints(typingctx, pointer, offset):
+    def codegen(context, builder, sig, args):
+        return builder.load(_vector_address(builder, *args, _I32), align=1)
+
+    return int_block_type(int32_ptr, types.int64), codegen
+
+
+@intrinsic
+def store_ints(typingctx, pointer, offset, value):
+    def codegen(context, builder, sig, args):
+        builder.store(args[2], _vector_address(builder, args[0], args[1], _I32), align=1)
+        return context.get_dummy_value()
+
+    return types.void(int32_ptr, types.int64, int_block_type), codegen
+
+
+@intrinsic
+def square_root(typingctx, block):
+    """Correctly rounded."""
+
+    def codegen(context, builder, sig, args):
+        name = f"llvm.sqrt.v{LANES}f32"
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_BLOCK, [_BLOCK]), name)
+        return builder.call(function, args)
+
+    return block_type(block_type), codegen
+
+
+def _halves(builder, value):
+    count = value.type.count // 2
+    undefined = ir.Constant(value.type, ir.Undefined)
+    index = ir.VectorType(_I32, count)
+    return (
+        builder.shuffle_vector(value, undefined, ir.Constant(index, list(range(count)))),
+        builder.shuffle_vector(value, undefined, ir.Constant(index, list(range(count, 2 * count)))),
+    )
+
+
+@intrinsic
+def largest(typingctx, block):
+    """The largest of 64 lanes; floats without NaN."""
+    many = isinstance(block, IntBlockType)
+
+    def codegen(context, builder, sig, args):
+        (value,) = args
+        while value.type.count > 1:
+            low, high = _halves(builder, value)
+            greater = builder.icmp_signed(">", high, low) if many else builder.fcmp_ordered(">", high, low)
+            value = builder.select(greater, high, low)
+        return builder.extract_element(value, ir.Constant(_I32, 0))
+
+    return (types.int32(int_block_type) if many else types.float32(block_type)), codegen
+
+
+@intrinsic
+def two_largest(typingctx, block):
+    """The largest and the second largest of 64 integers (equal ones count twice)."""
+
+    def codegen(context, builder, sig, args):
+        def larger(a, b):
+            return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+        def smaller(a, b):
+            return builder.select(builder.icmp_signed(">", a, b), b, a)
+
+        a, b = _halves(builder, args[0])
+        first, second = larger(a, b), smaller(a, b)
+        while first.type.count > 1:
+            a, b = _halves(builder, first)
+            first, second = larger(a, b), larger(smaller(a, b), larger(*_halves(builder, second)))
+        zero = ir.Constant(_I32, 0)
+        pair = [builder.extract_element(first, zero), builder.extract_element(second, zero)]
+        return context.make_tuple(builder, sig.return_type, pair)
+
+    return types.UniTuple(types.int32, 2)(int_block_type), codegen
+
+
+@intrinsic(prefer_literal=True)
+def retyped(typingctx, pointer, kind):
+    """The same address with elements of another storage kind, given as a literal string."""
+    return Pointer(kind.literal_value)(pointer, kind), lambda context, builder, sig, args: args[0]

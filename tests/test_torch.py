@@ -1,0 +1,394 @@
+"""What PyTorch expects of an operator: opcheck, compile, functorch, checkpoints, autocast, threads, processes."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+import moeroute
+from moeroute.testing import assert_same_bits
+
+IDS = torch.tensor([[0, 2], [2, -1], [1, 0], [3, 3]])
+CHOSEN = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1], [0, 1, 0, 0]], dtype=torch.bool)
+
+
+def plans() -> list[moeroute.RoutingPlan]:
+    return [
+        moeroute.plan_from_expert_ids(IDS, 4),
+        moeroute.plan_from_routing_map(CHOSEN),
+        moeroute.plan_from_expert_ids(torch.zeros(0, 2, dtype=torch.int64), 4),
+    ]
+
+
+@pytest.mark.parametrize("which", (0, 1, 2))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_opcheck(which: int, dtype: torch.dtype) -> None:
+    """Schema, fake kernel, autograd registration and AOT dispatch of every operator, B85 included."""
+    plan = plans()[which]
+    index = (plan.row_of_slot, plan.slot_of_row, plan.slot_offsets)
+    x = torch.randn(plan.num_tokens, 8, dtype=dtype, requires_grad=True)
+    rows = torch.randn(plan.num_rows, 8, dtype=dtype, requires_grad=True)
+    slots = torch.rand(plan.num_slots, requires_grad=True)
+    ops = torch.ops.moeroute
+    for operator, arguments in (
+        (ops.spread, (x, None, *index, None)),
+        (ops.spread, (x, slots, *index, None)),
+        (ops.combine, (rows, None, *index, plan.num_tokens, None)),
+        (ops.combine, (rows, slots, *index, plan.num_tokens, None)),
+        (ops.row_dots, (rows, x, *index, torch.float32, None)),
+        (ops.spread_dots, (x, rows, slots, *index, None)),
+        (ops.take, (slots, plan.slot_of_row, plan.row_of_slot, None)),
+    ):
+        torch.library.opcheck(operator, arguments)
+    if plan.expert_of_slot is not None:
+        weights = torch.rand(plan.num_tokens, 4, requires_grad=True)
+        torch.library.opcheck(ops.slot_weights, (weights, plan.expert_of_slot, plan.slot_offsets, None))
+        torch.library.opcheck(
+            ops.slot_weights_backward, (slots, plan.expert_of_slot, plan.slot_offsets, plan.num_tokens, 4, True, None)
+        )
+
+
+def layer(tokens: Tensor, logits: Tensor, num_rows: int | None = None) -> Tensor:
+    """Gating, plan, permute, something like experts, unpermute."""
+    gating = moeroute.gating_topk(logits, 2, score="sigmoid")
+    plan = moeroute.plan_from_expert_ids(gating.expert_ids, logits.shape[1], num_rows=num_rows)
+    rows = moeroute.permute(tokens, plan)
+    return moeroute.unpermute(rows * 2, plan, gating.weights)
+
+
+def inputs(num_tokens: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(num_tokens, 16, generator=generator, requires_grad=True)
+    logits = torch.randn(num_tokens, 4, generator=generator, requires_grad=True)
+    return tokens, logits
+
+
+def outcome(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
+    """The output and the gradient of every input, of fresh leaves."""
+    leaves = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+    output = function(*leaves)
+    output.square().sum().backward()
+    return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+@pytest.mark.parametrize("dynamic", (False, True))
+@pytest.mark.parametrize("counted", (False, True), ids=("rows from the data", "rows given"))
+def test_compile_without_graph_break(backend: str, dynamic: bool, counted: bool) -> None:
+    """B134: the second size is not that of the first."""
+    torch._dynamo.reset()
+
+    def step(tokens: Tensor, logits: Tensor) -> Tensor:
+        return layer(tokens, logits, tokens.shape[0] * 2 if counted else None)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend=backend)
+    for num_tokens in (6, 9):
+        tensors = inputs(num_tokens, seed=num_tokens)
+        actual, expected = outcome(compiled, *tensors), outcome(step, *tensors)
+        for a, e in zip(actual, expected, strict=True):
+            assert a.stride() == e.stride()
+            # The compiler may fuse or reorder its own arithmetic between our operators.
+            torch.testing.assert_close(a, e)
+
+
+def test_compiled_maps_and_tables() -> None:
+    torch._dynamo.reset()
+
+    def step(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        ragged = moeroute.plan_from_routing_map(chosen)
+        table = moeroute.plan_from_routing_map(chosen, topk=3)
+        first = moeroute.unpermute(moeroute.permute(tokens, ragged), ragged, weights)
+        return first + moeroute.unpermute(moeroute.permute(tokens, table, weights), table)
+
+    tokens, weights = torch.randn(4, 8, requires_grad=True), torch.rand(4, 4, requires_grad=True)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_bits(
+        outcome(lambda t, w: compiled(t, CHOSEN, w), tokens, weights),
+        outcome(lambda t, w: step(t, CHOSEN, w), tokens, weights),
+    )
+
+
+def test_strides_of_fake_and_real_outputs_agree() -> None:
+    """B86: outputs are contiguous whatever the inputs' strides."""
+    plan = plans()[0]
+    tokens = torch.randn(8, 4).t()
+    rows = torch.randn(8, plan.num_rows).t()
+    for real, fake in (
+        (moeroute.permute(tokens, plan), lambda t, r: moeroute.permute(t, plan)),
+        (moeroute.unpermute(rows, plan), lambda t, r: moeroute.unpermute(r, plan)),
+    ):
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            result = fake(mode.from_tensor(tokens), mode.from_tensor(rows))
+        assert real.is_contiguous()
+        assert result.stride() == real.stride()
+        assert result.shape == real.shape
+
+
+# ---------------------------------------------------------------------------- functorch and forward mode
+
+
+def test_functorch_grad() -> None:
+    tokens, logits = inputs()
+    tokens, logits = tokens.detach(), logits.detach()
+    gradients = torch.func.grad(lambda t, l: layer(t, l).square().sum(), argnums=(0, 1))(tokens, logits)
+    assert_same_bits(gradients, outcome(layer, tokens.requires_grad_(), logits.requires_grad_())[1:])
+
+
+def verbs(plan: moeroute.RoutingPlan) -> list[tuple[str, Callable[..., Tensor], tuple[Tensor, ...]]]:
+    tokens, rows = torch.randn(plan.num_tokens, 5), torch.randn(plan.num_rows, 5)
+    weights = torch.rand(plan.num_tokens, 2)
+    return [
+        ("permute", lambda t: moeroute.permute(t, plan), (tokens,)),
+        ("permute weighted", lambda t, w: moeroute.permute(t, plan, w), (tokens, weights)),
+        ("unpermute", lambda r: moeroute.unpermute(r, plan), (rows,)),
+        ("unpermute weighted", lambda r, w: moeroute.unpermute(r, plan, w), (rows, weights)),
+        ("row_dots", lambda r, t: moeroute.row_dots(r, t, plan), (rows, tokens)),
+        ("permute_weights", lambda w: moeroute.permute_weights(w, plan), (weights,)),
+        ("gating_topk", lambda l: moeroute.gating_topk(l, 2).weights, (torch.randn(plan.num_tokens, 4),)),
+    ]
+
+
+@pytest.mark.parametrize("which", range(7))
+def test_forward_mode_is_right_or_says_no(which: int) -> None:
+    """Never a silent zero: tangents equal those of the backward mode, or an error."""
+    name, function, arguments = verbs(plans()[0])[which]
+    tangents = tuple(torch.randn_like(a) for a in arguments)
+    try:
+        _, tangent = torch.func.jvp(function, arguments, tangents)
+    except (RuntimeError, NotImplementedError) as error:
+        assert "forward" in str(error) or "jvp" in str(error), f"{name}: {error}"
+    else:
+        expected = torch.autograd.functional.jvp(function, arguments, tangents)[1]
+        torch.testing.assert_close(tangent, expected)
+    with torch.autograd.forward_ad.dual_level():
+        duals = [torch.autograd.forward_ad.make_dual(a, t) for a, t in zip(arguments, tangents, strict=True)]
+        try:
+            output = function(*duals)
+        except (RuntimeError, NotImplementedError) as error:
+            assert "forward" in str(error) or "jvp" in str(error), f"{name}: {error}"
+        else:
+            tangent = torch.autograd.forward_ad.unpack_dual(output).tangent
+            expected = torch.autograd.functional.jvp(function, arguments, tangents)[1]
+            torch.testing.assert_close(tangent, expected)
+
+
+@pytest.mark.parametrize("which", range(7))
+def test_vmap_is_right_or_says_no(which: int) -> None:
+    name, function, arguments = verbs(plans()[0])[which]
+    batched = tuple(torch.stack([a, a * 2]) for a in arguments)
+    expected = torch.stack([function(*(b[i] for b in batched)) for i in range(2)])
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch says that it loops
+            result = torch.func.vmap(function)(*batched)
+    except (RuntimeError, NotImplementedError) as error:
+        assert "vmap" in str(error), f"{name}: {error}"
+    else:
+        assert_same_bits(result, expected)
+
+
+# ---------------------------------------------------------------------------- modes
+
+
+def test_autocast_changes_nothing() -> None:
+    """B64, B65, B67."""
+    tokens, logits = inputs()
+    expected = outcome(layer, tokens, logits)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_same_bits(outcome(layer, tokens, logits), expected)
+        rows = moeroute.permute(tokens.bfloat16(), plans()[0]) if tokens.shape[0] == 4 else None
+    assert rows is None
+    plan = plans()[0]
+    for dtype, weights_dtype in ((torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rows = torch.randn(plan.num_rows, 4).to(dtype).requires_grad_()
+            weights = torch.rand(4, 2).to(weights_dtype).requires_grad_()
+            output = moeroute.unpermute(rows, plan, weights)
+            assert output.dtype is dtype
+            output.float().sum().backward()
+        assert rows.grad is not None
+        assert weights.grad is not None
+        assert (rows.grad.dtype, weights.grad.dtype) == (dtype, weights_dtype)
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_checkpoints_recompute_the_same_bits(reentrant: bool) -> None:
+    """B40: ties everywhere, and the same experts the second time."""
+    tokens, _ = inputs(256)
+    logits = (torch.arange(256 * 4).reshape(256, 4) % 3 / 2).requires_grad_()
+    expected = outcome(layer, tokens, logits)
+    recomputed = outcome(lambda t, l: checkpoint(layer, t, l, use_reentrant=reentrant), tokens, logits)
+    assert_same_bits(recomputed, expected)
+
+
+def test_inference_mode() -> None:
+    tokens, logits = inputs()
+    expected = layer(tokens, logits).detach()
+    with torch.inference_mode():
+        assert_same_bits(layer(tokens, logits), expected)
+
+
+def test_fifty_runs_give_the_same_bits() -> None:
+    """B37, B142."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(512, 512, generator=generator).bfloat16().requires_grad_()
+    logits = torch.randn(512, 16, generator=generator, requires_grad=True)
+
+    def step(tokens: Tensor, logits: Tensor) -> Tensor:
+        gating = moeroute.gating_topk(logits, 8)
+        plan = moeroute.plan_from_expert_ids(gating.expert_ids, 16)
+        return moeroute.unpermute(moeroute.permute(tokens, plan), plan, gating.weights)
+
+    expected = outcome(step, tokens, logits)
+    for _ in range(49):
+        assert_same_bits(outcome(step, tokens, logits), expected)
+
+
+def test_nothing_is_kept_without_backward() -> None:
+    """B130: an output dies at `del`, without the garbage collector."""
+    import gc
+    import weakref
+
+    gc.disable()
+    try:
+        for _ in range(20):
+            tokens, logits = inputs()
+            output = layer(tokens, logits)
+            alive = weakref.ref(output.grad_fn)
+            del output
+            assert alive() is None
+    finally:
+        gc.enable()
+
+
+# ---------------------------------------------------------------------------- threads and processes
+
+
+def test_python_threads() -> None:
+    """B89: each thread's results are its own."""
+    problems = [inputs(300 + 50 * i, seed=i) for i in range(4)]
+    expected = [outcome(layer, *p) for p in problems]
+    failures: list[BaseException] = []
+
+    def work(i: int) -> None:
+        try:
+            for _ in range(25):
+                assert_same_bits(outcome(layer, *problems[i]), expected[i])
+        except BaseException as error:  # noqa: BLE001 - reported by the main thread
+            failures.append(error)
+
+    pool = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in pool:
+        thread.start()
+    for thread in pool:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+FOUR_THREADS = """
+import threading, torch, moeroute
+from moeroute.ops import launch
+plan = moeroute.plan_from_expert_ids(torch.randint(8, (600, 4)), 8)
+tokens = torch.randn(600, 500)
+expected = moeroute.permute(tokens, plan)
+assert launch.threading_layer() == {layer!r}, launch.threading_layer()
+good = []
+def work():
+    for _ in range(50):
+        rows = moeroute.permute(tokens, plan)
+        assert torch.equal(rows, expected)
+        moeroute.unpermute(rows, plan)
+    good.append(1)
+pool = [threading.Thread(target=work) for _ in range(4)]
+[t.start() for t in pool]; [t.join() for t in pool]
+assert len(good) == 4
+"""
+
+
+@pytest.mark.parametrize("layer", ("workqueue", "omp"))
+def test_threading_layers(layer: str) -> None:
+    """Numba's workqueue aborts the process when two threads enter it; ours wait for each other."""
+    if layer == "omp":
+        pytest.importorskip("numba.np.ufunc.omppool", reason="no OpenMP on this machine")
+    environment = {**os.environ, "NUMBA_THREADING_LAYER": layer}
+    done = subprocess.run(
+        [sys.executable, "-c", FOUR_THREADS.format(layer=layer)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _in_child(queue: "multiprocessing.Queue[list[float]]") -> None:
+    tokens, logits = inputs(300)
+    queue.put(outcome(layer, tokens, logits)[0].flatten().tolist())
+
+
+def test_after_fork() -> None:
+    """B112: the parent has threads; the child goes on alone."""
+    tokens, logits = inputs(300)
+    expected = outcome(layer, tokens, logits)[0]
+    plan = moeroute.plan_from_expert_ids(torch.randint(8, (600, 4)), 8)
+    moeroute.permute(torch.randn(600, 500), plan)  # the pool is up
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(queue,))
+    child.start()
+    values = queue.get(timeout=60)
+    child.join(timeout=60)
+    assert child.exitcode == 0
+    assert_same_bits(torch.tensor(values).reshape(expected.shape), expected)
+
+
+class Routed(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        tokens, logits = inputs(300, seed=index)
+        return layer(tokens.detach(), logits.detach())
+
+
+def test_data_loader_workers() -> None:
+    loaded = list(DataLoader(Routed(), batch_size=None, num_workers=2, multiprocessing_context="fork"))
+    assert_same_bits(loaded, [Routed()[i] for i in range(8)])
+
+
+IMPORT = """
+import sys, moeroute
+loaded = [m for m in ("numba", "triton", "megatron", "transformers", "torch_npu", "matplotlib", "rich") if m in sys.modules]
+assert not loaded, loaded
+import torch
+assert not torch.cuda.is_initialized()
+"""
+
+
+def test_import_is_light() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT], check=True)
+
+
+COLD = """
+import torch, moeroute
+plan = moeroute.plan_from_expert_ids(torch.tensor([[0, 1]]), 2)
+print(moeroute.unpermute(moeroute.permute(torch.ones(1, 3), plan), plan).tolist())
+"""
+
+
+def test_two_processes_compile_at_once_and_without_a_cache_folder(tmp_path: os.PathLike[str]) -> None:
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    both = [
+        subprocess.Popen([sys.executable, "-c", COLD], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in both:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert output.strip() == "[[2.0, 2.0, 2.0]]"

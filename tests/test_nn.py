@@ -3,7 +3,7 @@
 import copy
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +18,15 @@ from moeroute.ops.balance import load_balancing_loss, router_z_loss, update_expe
 SIZES = [[3], [2, 1], [0, 3], [1, 0, 4], [0, 0], [5]]
 HIDDEN, INTERMEDIATE, EXPERTS, K = 6, 5, 4, 2
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small tensors, and a machine that may be busy."""
+    former = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(former)
 
 
 def make_layer(dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> MoE:
@@ -314,6 +323,14 @@ def test_second_derivatives_of_the_layer() -> None:
     x = make_input(5, dtype=torch.float64).requires_grad_()
     torch.autograd.gradcheck(layer, (x,))
     torch.autograd.gradgradcheck(layer, (x,))
+
+
+def test_forward_mode_of_the_layer() -> None:
+    layer = make_layer(torch.float64)
+    x, direction = make_input(5, dtype=torch.float64), make_input(5, dtype=torch.float64, seed=9)
+    _, tangent = torch.func.jvp(layer, (x,), (direction,))
+    jacobian = torch.autograd.functional.jacobian(layer, x)
+    torch.testing.assert_close(tangent, torch.einsum("thuk,uk->th", jacobian, direction))
 
 
 def test_input_is_unchanged() -> None:

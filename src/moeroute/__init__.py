@@ -34,3 +34,5 @@ from moeroute.ops.planning.op import plan_from_routing_map as plan_from_routing_
 from moeroute.ops.planning.op import plan_from_row_of_slot as plan_from_row_of_slot
 from moeroute.ops.planning.op import plan_from_segments as plan_from_segments
 from moeroute.ops.planning.op import plan_from_token_ids as plan_from_token_ids
+
+__version__ = "0.1.0"

@@ -604,7 +604,7 @@ def run(
         complete = sorted(path.name for path in folder.iterdir())
         console.print(f"\n[bold]Interrupted[/] while saving; complete in {folder}: {', '.join(complete) or 'nothing'}.")
         return 130
-    _print_table(console, runs, dtype)
+    _print_table(console, runs, order)
     _print_verdict(console, runs, dtype)
     _print_sample(console, runs["moeroute"])
     console.print(f"Both runs and everything around them: {time.perf_counter() - begun:.0f} s.")
@@ -671,9 +671,10 @@ def _events(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
         encoding="utf-8",
         start_new_session=True,  # Ctrl-C goes to the parent alone
     )
+    reports = process.stdout
+    assert reports is not None  # noqa: S101  # a pipe was asked for
     try:
-        assert process.stdout is not None  # noqa: S101  # asked for above
-        for line in process.stdout:
+        for line in reports:
             yield json.loads(line)
         status = process.wait()
         if status < 0:
@@ -683,6 +684,7 @@ def _events(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
     finally:
         process.kill()
         process.wait()
+        reports.close()
 
 
 def _progress_made(runs: dict[str, Run]) -> str:
@@ -717,13 +719,13 @@ def _megabytes(size: int | None) -> str:
     return "unknown" if size is None else f"{size / 1e6:,.0f} MB"
 
 
-def _print_table(console: Console, runs: dict[str, Run], dtype: str) -> None:
+def _print_table(console: Console, runs: dict[str, Run], order: dict[str, Any]) -> None:
     from rich.table import Table
 
-    model = Model()
+    model = Model(**order["model"])
     both = list(runs.values())
     steps = len(both[0].losses)
-    table = Table(title=f"{steps} steps of {model.tokens} bytes, {dtype}", title_justify="left")
+    table = Table(title=f"{steps} steps of {model.tokens} bytes, {order['dtype']}", title_justify="left")
     table.add_column("")
     for run in both:
         table.add_column(NAMES[run.name], justify="right")

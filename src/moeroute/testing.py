@@ -78,3 +78,279 @@ def assert_close_to_exact(actual: Tensor, exact: Tensor, where: str = "result") 
             f"{actual[place].item()} not {exact[place].item()}; "
             f"rms {error.square().mean().sqrt().item() / scale:.2e} (allowed {rms:.1e})"
         )
+
+
+# ---------------------------------------------------------------------------- the case table
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One operator at one size. `bounds` are the least times the torch composition (or, for the roof, the
+    least share of it) that the project promises on two cores."""
+
+    operator: str
+    dtype: torch.dtype
+    sizes: dict[str, int]
+    bounds: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        sizes = " ".join(f"{letter}={size}" for letter, size in self.sizes.items())
+        return f"{self.operator} {str(self.dtype).removeprefix('torch.')} {sizes}"
+
+    def tiny(self) -> "Case":
+        """The same at a size for tests: odd ones, so that every tail is met."""
+        small = {"T": 37, "K": 3, "H": 131, "E": 12, "S": 111}
+        return dataclasses.replace(self, sizes={letter: min(size, small[letter]) for letter, size in self.sizes.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A case with its inputs: what we do (on a backend), what torch does, and how the two compare.
+
+    `bytes`: what must move at the least, each input read once and each output written once; 0 where
+    the memory is not the limit. `compare(ours, composition)` raises.
+    """
+
+    ours: Callable[[str | None], Any]
+    composition: Callable[[], Any]
+    compare: Callable[[Any, Any], None]
+    bytes: int
+
+
+def _close(actual: Any, expected: Any) -> None:
+    for a, e in zip(_tensors(actual), _tensors(expected), strict=True):
+        assert_close_to_exact(a, e.double().reshape(a.shape))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for part in value:
+            yield from _tensors(part)
+
+
+def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
+    """The tensors of a case: distinct random experts for every token, normal rows, uniform weights."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = case.sizes
+    num_experts = sizes.get("E", 64)
+    num_tokens, topk = sizes.get("T", 0), sizes.get("K", 1)
+    if "S" in sizes:
+        num_tokens, topk = sizes["S"] // 8, 8
+    found: dict[str, Any] = {
+        "expert_ids": torch.rand(num_tokens, num_experts, generator=generator).topk(min(topk, num_experts)).indices
+    }
+    found["logits"] = torch.randn(num_tokens, num_experts, generator=generator).to(case.dtype)
+    found["bias"] = torch.randn(num_experts, generator=generator) * 0.1
+    if "H" in sizes:
+        plan = moeroute.plan_from_expert_ids(found["expert_ids"], num_experts)
+        found["plan"] = plan
+        found["tokens"] = torch.randn(num_tokens, sizes["H"], generator=generator).to(case.dtype)
+        found["rows"] = torch.randn(plan.num_rows, sizes["H"], generator=generator).to(case.dtype)
+        found["weights"] = torch.rand(num_tokens, topk, generator=generator).to(case.dtype)
+        found["row_of_slot"] = plan.row_of_slot.long()
+        found["token_of_row"] = plan.token_of_row.long()
+        found["slot_of_row"] = plan.slot_of_row.long()
+    return found
+
+
+def _combine(case: Case, seed: int) -> Problem:
+    i = make_inputs(case, seed)
+    shape = (*i["expert_ids"].shape, case.sizes["H"])
+    return Problem(
+        lambda backend: moeroute.permute_backward(i["rows"], i["plan"], backend=backend),
+        lambda: i["rows"].index_select(0, i["row_of_slot"]).reshape(shape).sum(1),
+        _close,
+        i["rows"].nbytes + i["tokens"].nbytes,
+    )
+
+
+def _spread(case: Case, seed: int) -> Problem:
+    i = make_inputs(case, seed)
+    return Problem(
+        lambda backend: moeroute.permute(i["tokens"], i["plan"], backend=backend),
+        lambda: i["tokens"].index_select(0, i["token_of_row"]),
+        assert_same_bits,
+        i["rows"].nbytes + i["tokens"].nbytes,
+    )
+
+
+def _weighted_combine(case: Case, seed: int) -> Problem:
+    i = make_inputs(case, seed)
+    shape = (*i["expert_ids"].shape, case.sizes["H"])
+    return Problem(
+        lambda backend: moeroute.unpermute(i["rows"], i["plan"], i["weights"], backend=backend),
+        lambda: (i["rows"].index_select(0, i["row_of_slot"]).reshape(shape) * i["weights"][..., None]).sum(1),
+        _close,
+        i["rows"].nbytes + i["tokens"].nbytes,
+    )
+
+
+def _unpermute_backward(case: Case, seed: int) -> Problem:
+    i = make_inputs(case, seed)
+    shape = (*i["expert_ids"].shape, case.sizes["H"])
+
+    def composition() -> tuple[Tensor, Tensor]:
+        row_weights = i["weights"].flatten().index_select(0, i["slot_of_row"])
+        grad_rows = i["tokens"].index_select(0, i["token_of_row"]) * row_weights[:, None]
+        products = i["rows"].index_select(0, i["row_of_slot"]).reshape(shape) * i["tokens"][:, None]
+        return grad_rows, products.sum(-1)
+
+    return Problem(
+        lambda backend: moeroute.unpermute_backward(
+            i["tokens"], i["rows"], i["plan"], i["weights"], backend=backend
+        ),
+        composition,
+        _close,
+        2 * i["rows"].nbytes + i["tokens"].nbytes,
+    )
+
+
+_GATING = {"score": "sigmoid", "group_score": "top2_sum", "scaling_factor": 2.5}
+
+
+def _groups(case: Case) -> tuple[int, int]:
+    return (8, 4) if case.sizes["E"] >= 64 else (4, 2)
+
+
+def _gating(case: Case, seed: int) -> Problem:
+    i = make_inputs(case, seed)
+    topk = case.sizes["K"]
+    num_groups, topk_groups = _groups(case)
+
+    def composition() -> tuple[Tensor, Tensor, Tensor]:
+        scores = i["logits"].float().sigmoid()
+        biased = scores + i["bias"]
+        grouped = biased.view(biased.shape[0], num_groups, -1)
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(topk_groups, dim=-1).indices
+        kept = torch.zeros(best.shape[0], num_groups, dtype=torch.bool).scatter_(1, best, True)
+        masked = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        ids = masked.topk(topk, dim=-1).indices
+        weights = scores.gather(1, ids)
+        return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5, ids, scores
+
+    def compare(ours: moeroute.Gating, theirs: tuple[Tensor, Tensor, Tensor]) -> None:
+        # Near ties may fall either way under another exp; the values that were chosen may not differ.
+        _close((ours.weights, ours.scores), (theirs[0], theirs[2]))
+        _close((ours.scores + i["bias"]).gather(1, ours.expert_ids.long()), (theirs[2] + i["bias"]).gather(1, theirs[1]))
+
+    return Problem(
+        lambda backend: moeroute.gating_topk(
+            i["logits"], topk, bias=i["bias"], num_groups=num_groups, topk_groups=topk_groups, backend=backend, **_GATING
+        ),
+        composition,
+        compare,
+        0,
+    )
+
+
+def _gating_backward(case: Case, seed: int) -> Problem:
+    i = make_inputs(case, seed)
+    gating = moeroute.gating_topk(i["logits"], case.sizes["K"], bias=i["bias"], **_GATING)
+    grad = torch.randn(gating.weights.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
+    ids = gating.expert_ids.long()
+
+    def composition() -> Tensor:
+        chosen = gating.scores.gather(1, ids)
+        scaled = grad.float() * 2.5
+        total = chosen.sum(-1, keepdim=True) + 1e-20
+        inner = (chosen / total * scaled).sum(-1, keepdim=True)
+        grad_scores = torch.zeros_like(gating.scores).scatter_add_(1, ids, (scaled - inner) / total)
+        return (gating.scores * (1 - gating.scores) * grad_scores).to(grad.dtype)
+
+    return Problem(
+        lambda backend: moeroute.gating_topk_backward(
+            gating.scores, grad, gating.expert_ids, score="sigmoid", renormalize=True, scaling_factor=2.5, backend=backend
+        ),
+        composition,
+        _close,
+        0,
+    )
+
+
+def _plan(case: Case, seed: int) -> Problem:
+    i = make_inputs(case, seed)
+    ids, num_experts = i["expert_ids"].int(), case.sizes["E"]
+
+    def composition() -> tuple[Tensor, Tensor, Tensor]:
+        flat = ids.flatten()
+        order = torch.argsort(flat, stable=True)
+        return torch.argsort(order, stable=True), order, torch.bincount(flat, minlength=num_experts)
+
+    def compare(plan: moeroute.RoutingPlan, theirs: tuple[Tensor, Tensor, Tensor]) -> None:
+        ours = (plan.row_of_slot.long(), plan.slot_of_row.long(), plan.tokens_per_expert)
+        assert_same_bits(ours, theirs)
+
+    return Problem(
+        lambda backend: moeroute.plan_from_expert_ids(ids, num_experts, backend=backend), composition, compare, 0
+    )
+
+
+def _one_token(case: Case, seed: int) -> Problem:
+    """Gating, plan, permute and unpermute; beside it one index_select of the K rows (a ratio, not a rival)."""
+    i = make_inputs(case, seed)
+    logits, topk, num_experts = i["logits"].float(), case.sizes["K"], case.sizes["E"]
+    tokens = i["tokens"]
+    index = torch.zeros(topk * tokens.shape[0], dtype=torch.int64)
+
+    def ours(backend: str | None) -> Tensor:
+        with torch.no_grad():
+            weights, ids, _ = moeroute.gating_topk(logits, topk, backend=backend)
+            plan = moeroute.plan_from_expert_ids(ids, num_experts, backend=backend)
+            rows = moeroute.permute(tokens, plan, backend=backend)
+            return moeroute.unpermute(rows, plan, weights, backend=backend)
+
+    def compare(output: Tensor, _: Tensor) -> None:
+        chosen = logits.double().softmax(-1).topk(topk).values.sum(-1, keepdim=True)
+        assert_close_to_exact(output, tokens.double() * chosen)
+
+    return Problem(ours, lambda: tokens.index_select(0, index), compare, 0)
+
+
+_PROBLEMS = {
+    "combine": _combine,
+    "spread": _spread,
+    "combine weighted": _weighted_combine,
+    "unpermute_backward": _unpermute_backward,
+    "gating_topk": _gating,
+    "gating_topk_backward": _gating_backward,
+    "plan_from_expert_ids": _plan,
+    "one token": _one_token,
+}
+
+
+def problem(case: Case, seed: int = 0) -> Problem:
+    """The case with its inputs made."""
+    return _PROBLEMS[case.operator](case, seed)
+
+
+def _cases() -> Iterator[Case]:
+    halves = (torch.bfloat16, torch.float32)
+    sizes = ((2048, 8, 2048), (1024, 8, 7168), (4096, 2, 4096))
+    #          operator, least share of the roof, least times torch: float32, bfloat16, as called
+    rows = (
+        ("combine", 0.6, 3.0, 4.5, 8.0),
+        ("spread", 0.7, 1.2, 1.2, 5.0),
+        ("combine weighted", 0.5, 3.5, 6.0, 10.0),
+        ("unpermute_backward", 0.5, 4.0, 6.0, 12.0),
+    )
+    for operator, roof, float32, bfloat16, called in rows:
+        for dtype in halves:
+            kernel = float32 if dtype is torch.float32 else bfloat16
+            for t, k, h in sizes:
+                bounds = {"roof": roof, "kernel": kernel, "called": called}
+                yield Case(operator, dtype, {"T": t, "K": k, "H": h}, bounds)
+    for operator in ("gating_topk", "gating_topk_backward"):
+        for dtype in halves:
+            yield Case(operator, dtype, {"T": 4096, "K": 8, "E": 256}, {"kernel": 5.0, "called": 5.0})
+    for slots in (16_384, 1_048_576):
+        for num_experts in (64, 256):
+            sizes_of_plan = {"S": slots, "E": num_experts}
+            yield Case("plan_from_expert_ids", torch.int32, sizes_of_plan, {"kernel": 8.0, "called": 8.0})
+    # One twelfth of an index_select's speed for four operators.
+    yield Case("one token", torch.bfloat16, {"T": 1, "K": 8, "H": 2048, "E": 64}, {"kernel": 1 / 12, "called": 1 / 12})
+
+
+CASES = tuple(_cases())

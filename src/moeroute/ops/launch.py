@@ -68,6 +68,11 @@ def threading_layer() -> str | None:
     return _layer
 
 
+def cache_folder() -> str | None:
+    """Where compiled kernels are kept between processes; None where nothing is writable."""
+    return None if cache_refusal is not None else Kernel.every[0].cache_path
+
+
 def _run_parallel(entry: Callable[..., Any], threads: int, arguments: tuple[Any, ...]) -> None:
     global _layer
     users = numba.get_num_threads()
@@ -113,6 +118,10 @@ class Kernel:
             found = self._functions[which].compile(types)
             self._entries[which][key] = found
         return found
+
+    @property
+    def cache_path(self) -> str:
+        return str(self._functions[0].stats.cache_path)
 
     def warm(self) -> None:
         """Compile (or load from the cache) for every key, serial and parallel."""

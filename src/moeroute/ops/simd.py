@@ -363,16 +363,19 @@ def copy_tail(typingctx, target, target_offset, source, source_offset, count):
 
 @intrinsic
 def prefetch(typingctx, pointer, offset):
-    """Ask for the cache line of one element; any address is allowed."""
+    """Ask for the cache lines of the block at `offset`; any address is allowed."""
 
     def codegen(context, builder, sig, args):
-        address = builder.bitcast(_address(builder, *args, _STORAGE[sig.args[0].kind]), _I8.as_pointer())
+        element = _STORAGE[sig.args[0].kind]
         function = cgutils.get_or_insert_function(
             builder.module,
             ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32]),
             "llvm.prefetch.p0",
         )
-        builder.call(function, [address, *(ir.Constant(_I32, n) for n in (0, 3, 1))])
+        first = builder.bitcast(_address(builder, *args, element), _I8.as_pointer())
+        for line in range(0, LANES * context.get_abi_sizeof(element), ALIGNMENT):
+            address = builder.gep(first, [ir.Constant(_I64, line)])
+            builder.call(function, [address, *(ir.Constant(_I32, n) for n in (0, 3, 1))])
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64), codegen
@@ -398,7 +401,7 @@ def fence(typingctx):
 def _define_block_operator(python_operator, instruction):
     @infer_global(python_operator)
     class BlockOperator(ConcreteTemplate):
-        cases = [signature(block_type, block_type, block_type)]
+        cases = (signature(block_type, block_type, block_type),)
 
     @lower_builtin(python_operator, block_type, block_type)
     def lower(context, builder, sig, args):
@@ -464,7 +467,7 @@ class MaskModel(models.PrimitiveModel):
 def _define_operator(python_operator, instruction, operand, result):
     @infer_global(python_operator)
     class Operator(ConcreteTemplate):
-        cases = [signature(result, operand, operand)]
+        cases = (signature(result, operand, operand),)
 
     @lower_builtin(python_operator, operand, operand)
     def lower(context, builder, sig, args):
@@ -633,3 +636,14 @@ def two_largest(typingctx, block):
 def retyped(typingctx, pointer, kind):
     """The same address with elements of another storage kind, given as a literal string."""
     return Pointer(kind.literal_value)(pointer, kind), lambda context, builder, sig, args: args[0]
+
+
+@intrinsic
+def pointer_to(typingctx, array):
+    """The address of a float32 array made in a kernel, which must use the array again after the pointer's last use."""
+
+    def codegen(context, builder, sig, args):
+        data = context.make_array(sig.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, _I64)
+
+    return float32_ptr(array), codegen

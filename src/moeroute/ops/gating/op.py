@@ -123,7 +123,7 @@ def _gating_topk_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Tenso
 def _gating_topk_backward_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     scores, grad_weights, expert_ids, grad_scores = ctx.saved_tensors
     inputs = (scores, grad_weights) if grad_scores is None else (scores, grad_weights, grad_scores)
-    _, pullback = torch.func.vjp(_float64_backward(expert_ids, ctx.options), *inputs)
+    pullback = torch.func.vjp(_float64_backward(expert_ids, ctx.options), *inputs)[1]
     to_scores, to_grad_weights, *to_grad_scores = pullback(grad.double())
     return to_scores, to_grad_weights, None, to_grad_scores[0] if to_grad_scores else None, *(None,) * 6
 
@@ -178,7 +178,7 @@ class GatingTopk(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return _gating_topk_derivative(ctx, *grads)  # type: ignore[arg-type]
+        return _gating_topk_derivative(ctx, *grads)
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> Any:
@@ -188,7 +188,7 @@ class GatingTopk(torch.autograd.Function):
         # The backward is linear in the gradients; its transpose maps tangents of logits to tangents of results.
         zeros = scores.new_zeros(expert_ids.shape, dtype=ctx.weights_dtype), torch.zeros_like(scores)
         backward = _float64_backward(expert_ids, ctx.options)
-        _, pullback = torch.func.vjp(lambda *grads: backward(scores, *grads), *zeros)
+        pullback = torch.func.vjp(lambda *grads: backward(scores, *grads), *zeros)[1]
         weights_tangent, scores_tangent = pullback(tangent.double())
         return weights_tangent, None, scores_tangent
 
@@ -218,7 +218,7 @@ class GatingTopkBackward(torch.autograd.Function):
         backward = _float64_backward(expert_ids, ctx.options)
         # Dual levels do not nest, so no torch.func.jvp here: the transpose of the transpose.
         zero = torch.zeros_like(scores, dtype=torch.float64)
-        _, pushforward = torch.func.vjp(lambda grad: torch.func.vjp(backward, *primals)[1](grad), zero)
+        pushforward = torch.func.vjp(lambda grad: torch.func.vjp(backward, *primals)[1](grad), zero)[1]
         return pushforward(moves)[0].to(ctx.out_dtype)
 
 
@@ -345,7 +345,7 @@ def _check_float_dtype(operator: str, argument: str, dtype: Any, exact: bool) ->
 
 
 def _check_out(
-    operator: str, argument: str, out: Any, shape: tuple[int, int], dtype: torch.dtype, *inputs: Tensor | None
+    operator: str, argument: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor | None
 ) -> None:
     """A buffer of the caller's: whole rows, wherever they lie, and nobody else's memory."""
     if not isinstance(out, Tensor):
@@ -534,14 +534,13 @@ def gating_topk_backward(
         out_dtype = grad_weights.dtype if out is None or not isinstance(out, Tensor) else out.dtype
     _check_float_dtype(operator, "out_dtype", out_dtype, exact)
     if out is not None:
-        _check_out(
-            operator, "out", out, tuple(scores.shape), out_dtype, scores, grad_weights, expert_ids, grad_scores
-        )
+        _check_out(operator, "out", out, tuple(scores.shape), out_dtype, scores, grad_weights, expert_ids, grad_scores)
     if out is not None or backends.plain(scores, grad_weights, expert_ids, grad_scores):
-        return _module(operator, backend, scores).gating_topk_backward(
+        gradient: Tensor = _module(operator, backend, scores).gating_topk_backward(
             scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, out
         )
-    gradient: Tensor = _call_backward(
-        scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, backend
-    )
+    else:
+        gradient = _call_backward(
+            scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, backend
+        )
     return gradient

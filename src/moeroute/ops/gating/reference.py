@@ -115,9 +115,7 @@ def softmax_over_slots(x: Tensor, valid: Tensor) -> Tensor:
     return e / divisor(sum_over_slots(e, valid), valid)
 
 
-def weights_before_scaling(
-    scores: Tensor, columns: Tensor, valid: Tensor, score: str
-) -> Tensor:
+def weights_before_scaling(scores: Tensor, columns: Tensor, valid: Tensor, score: str) -> Tensor:
     """[T, K]: what is renormalised and scaled; anything at a slot without an expert."""
     chosen = scores.gather(1, columns)
     return softmax_over_slots(chosen, valid) if score == "topk_softmax" else chosen
@@ -146,9 +144,7 @@ def descending(key: Tensor) -> Tensor:
     return torch.sort(key, dim=1, descending=True, stable=True).indices
 
 
-def select_experts(
-    value: Tensor, k: int, num_groups: int, topk_groups: int, group_score: str
-) -> Tensor:
+def select_experts(value: Tensor, k: int, num_groups: int, topk_groups: int, group_score: str) -> Tensor:
     """[T, K] int64: the chosen experts, best first."""
     tokens, num_experts = value.shape
     if topk_groups < num_groups:

@@ -1,0 +1,204 @@
+"""`moeroute info | demo | verify | bench`."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import moeroute
+from moeroute import backend as backends
+from moeroute import memory
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="moeroute", description="Mixture-of-Experts routing for PyTorch: the same bits on every device."
+    )
+    parser.add_argument("--version", action="version", version=f"moeroute {moeroute.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+
+    info = commands.add_parser("info", help="versions, devices, backends, threads, cache folder")
+    info.add_argument("--warm", action="store_true", help="compile every CPU kernel now, into the cache folder")
+    info.set_defaults(run=_info)
+
+    demo = commands.add_parser("demo", help="train a small Mixture-of-Experts language model on real text")
+    demo.add_argument("--steps", type=_positive, default=300, help="training steps of each run (default: 300)")
+    demo.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
+    demo.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of tokens and experts")
+    demo.add_argument("--threads", type=_positive, help="default: torch's")
+    demo.add_argument("--out", type=Path, default=Path("out"), help="folder for charts and figures (default: out)")
+    demo.set_defaults(run=_demo)
+
+    verify = commands.add_parser("verify", help="compare every backend with the reference, bit by bit")
+    verify.add_argument("--seed", type=int, default=0)
+    verify.set_defaults(run=_verify)
+
+    bench = commands.add_parser("bench", help="measure against the memory's roof and the torch composition")
+    bench.add_argument("--only", default="", help="cases whose name contains this")
+    bench.add_argument("--seconds", type=float, default=2.0, help="for each case and way to measure (default: 2)")
+    bench.add_argument("--threads", type=_positive, help="default: torch's")
+    bench.add_argument("--out", type=Path, default=Path("out"), help="folder for JSON and chart (default: out)")
+    bench.add_argument("--check", action="store_true", help="exit with 1 where a promised bound does not hold")
+    bench.set_defaults(run=_bench)
+
+    chosen = parser.parse_args(arguments)
+    try:
+        return int(chosen.run(chosen))
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        sys.stderr.close()
+        return 1
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")
+    return value
+
+
+def _need(command: str, *packages: str) -> None:
+    """Say which package is missing, and how to get it, before anything starts."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise SystemExit(
+            f"moeroute {command} needs {' and '.join(missing)}: pip install 'moeroute[{command}]'"
+        )
+
+
+# ---------------------------------------------------------------------------- info
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _info(chosen: argparse.Namespace) -> int:
+    rows: list[tuple[str, str]] = [
+        ("moeroute", moeroute.__version__),
+        ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
+        *((package, _version(package)) for package in ("torch", "numpy", "numba", "triton")),
+        ("devices", ", ".join(_devices())),
+    ]
+    for name in backends.NAMES:
+        reason = backends.unavailable(name)
+        rows.append((f"backend {name}", "available" if reason is None else f"not available: {reason}"))
+    rows.append(("threads", f"{torch.get_num_threads()} (torch.set_num_threads changes them)"))
+    if backends.unavailable("cpu") is None:
+        rows += _numba_rows(chosen.warm)
+    stats = memory.memory_stats()
+    pool = "on" if stats["enabled"] else "off (MOEROUTE_MEMORY_POOL or set_memory_pool)"
+    rows.append(("memory pool", f"{pool}, {stats['idle_bytes'] / 2**20:.0f} MiB idle"))
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def _devices() -> list[str]:
+    found = ["cpu"]
+    for kind in ("cuda", "xpu", "npu", "mps"):
+        device = getattr(torch, kind, None)
+        if device is not None and device.is_available():
+            count = device.device_count() if hasattr(device, "device_count") else 1
+            found += [f"{kind}:{i}" for i in range(count)]
+    return found
+
+
+def _numba_rows(warm: bool) -> list[tuple[str, str]]:
+    """The threading layer shows after the first parallel call, so one is made."""
+    import time
+
+    from moeroute.ops import launch
+
+    for room in ("gating", "planning", "permutation"):
+        backends.module(room, "cpu")
+    rows = []
+    if warm:
+        start = time.perf_counter()
+        for kernel in launch.Kernel.every:
+            kernel.warm()
+        seconds = time.perf_counter() - start
+        rows.append(("warm", f"{len(launch.Kernel.every)} kernels compiled or loaded in {seconds:.1f} s"))
+    plan = moeroute.plan_from_row_of_slot(torch.arange(2048, dtype=torch.int32), 2048, 2048)
+    moeroute.permute(torch.zeros(2048, 256), plan)
+    layer = launch.threading_layer() or "not started (one thread)"
+    folder = launch.cache_folder()
+    cache = f"none: {launch.cache_refusal}" if folder is None else folder
+    return [*rows, ("threading layer", layer), ("kernel cache", cache)]
+
+
+# ---------------------------------------------------------------------------- demo
+
+
+def _demo(chosen: argparse.Namespace) -> int:
+    _need("demo", "rich", "matplotlib")
+    from moeroute import demo
+
+    return demo.run(chosen.steps, chosen.seed, getattr(torch, chosen.dtype), chosen.threads, chosen.out)
+
+
+# ---------------------------------------------------------------------------- verify
+
+
+def _verify(chosen: argparse.Namespace) -> int:
+    """Every case of the table, small, on every backend that can run here."""
+    from moeroute import testing
+
+    if torch.tensor(1e-40).mul(1.0).item() == 0.0:
+        print("warning: denormal numbers are flushed to zero (torch.set_flush_denormal): bits may differ")
+    others = [name for name in backends.NAMES if name != "reference" and backends.unavailable(name) is None]
+    for name in backends.NAMES:
+        if (reason := backends.unavailable(name)) is not None:
+            print(f"backend {name}: not available: {reason}")
+    failed = 0
+    for case in testing.CASES:
+        small = case.tiny()
+        problem = testing.problem(small, chosen.seed)
+        expected = problem.ours("reference")
+        for name in others:
+            try:
+                testing.assert_same_bits(problem.ours(name), expected, small.name)
+            except AssertionError as error:
+                failed += 1
+                print(f"{name}: {error}")
+    print(f"{len(testing.CASES)} cases on {', '.join(others) or 'no other backend'}: ", end="")
+    print("same bits as the reference" if not failed else f"{failed} differ from the reference")
+    return 1 if failed else 0
+
+
+# ---------------------------------------------------------------------------- bench
+
+
+def _bench(chosen: argparse.Namespace) -> int:
+    _need("bench", "rich", "matplotlib")
+    from moeroute import bench, report, testing
+
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    names = [case.name for case in testing.CASES if chosen.only in case.name]
+    if chosen.only in "memory":
+        names.append("memory")
+    if not names:
+        raise SystemExit(f"moeroute bench: no case's name contains {chosen.only!r}")
+    lines = report.progress(len(names), bench.MODES, lambda tell: bench.run(names, chosen.seconds, tell))
+    summaries = bench.summarise(lines)
+    about: dict[str, Any] = bench.about()
+    report.print_bench(summaries, lines, about)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    report.write(chosen.out / "bench.json", json.dumps({"about": about, "lines": lines}, indent=1).encode())
+    report.bench_chart(chosen.out / "bench.png", summaries, about)
+    print(f"written: {chosen.out / 'bench.json'}, {chosen.out / 'bench.png'}")
+    missed = [f"{summary.case.name}: {miss}" for summary in summaries for miss in summary.missed]
+    for miss in missed:
+        print(f"below its bound: {miss}")
+    return 1 if missed and chosen.check else 0

@@ -141,7 +141,7 @@ def test_adding_other_things_raises() -> None:
     with pytest.raises(ValueError, match=r"score_sum must be \[E\] with E = 4, as the other shard; got shape \[1\]"):
         shard + balance_statistics(scores[:, :1], expert_ids)
     with pytest.raises(TypeError):
-        shard + (1,)  # type: ignore[operator]
+        shard + 1  # type: ignore[operator]
     with pytest.raises(TypeError):
         1 + shard  # type: ignore[operator]
 

@@ -143,17 +143,30 @@ def test_files_are_written_whole(before: bytes | None, tmp_path: Path, monkeypat
     assert names(tmp_path) == ["chart.png"]
 
 
-@pytest.mark.usefixtures("small")
+def two_steps(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a training process says until it is cut off."""
+    ready = {"steps": 9, "parameters": 1, "threads": 1, "train_bytes": 1, "held_out_bytes": 1}
+    yield {"event": "ready", **ready, "compile_seconds": 0.0, "initial_weights": ""}
+    for step in (1, 2):
+        load = [[3, 1]] * 4
+        yield {"event": "step", "step": step, "loss": 5.0, "seconds": 1.0, "routing_seconds": 0.1, "load": load}
+
+
 def test_interrupt_while_saving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(runs: dict[str, demo.Run]) -> bytes:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(demo, "_events", lambda order: (*two_steps(order), {"event": "end"}))
     monkeypatch.setattr(demo, "_loss_chart", interrupt)
-    assert demo.run(steps=1, threads=1, out=tmp_path) == 130
-    assert names(tmp_path) == ["results.json"]
-    assert "while saving" in capfd.readouterr().out
+    (tmp_path / "loss.png").write_bytes(b"old")
+    assert demo.run(steps=9, out=tmp_path) == 130
+    assert names(tmp_path) == ["loss.png", "results.json"]
+    assert (tmp_path / "loss.png").read_bytes() == b"old"
+    shown = capfd.readouterr().out
+    assert "Interrupted while saving" in shown.replace("\n", " ")
+    assert "results.json" in shown
 
 
 @pytest.mark.parametrize("missing", [["rich"], ["matplotlib"], ["rich", "matplotlib"]])
@@ -182,11 +195,7 @@ def test_a_killed_training_process_saves_what_was_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def events(order: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        ready = {"steps": 9, "parameters": 1, "threads": 1, "train_bytes": 1, "held_out_bytes": 1}
-        yield {"event": "ready", **ready, "compile_seconds": 0.0, "initial_weights": ""}
-        for step in (1, 2):
-            load = [[3, 1]] * 4
-            yield {"event": "step", "step": step, "loss": 5.0, "seconds": 1.0, "routing_seconds": 0.1, "load": load}
+        yield from two_steps(order)
         raise demo._Ended("The training process was killed by SIGKILL (out of memory?)")
 
     monkeypatch.setattr(demo, "_events", events)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -174,6 +174,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@settings(max_examples=300)
 @given(case=cases(), with_scores=st.booleans(), out_dtype=st.sampled_from(FLOATS))
 def test_same_bits(case: dict[str, Any], with_scores: bool, out_dtype: torch.dtype) -> None:
     expected = gating_topk(**case, backend="reference")

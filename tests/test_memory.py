@@ -1,5 +1,6 @@
 """Recycled memory: it is recycled, nothing can tell, and nobody ever sees a block that somebody else has."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -18,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -398,7 +400,14 @@ def test_what_came_back_longest_ago_goes_first() -> None:
     del large
     memory.set_memory_pool(max_idle_bytes=5 * MIB)
     assert stats("idle_bytes") == 5 * MIB
-    assert (make(rows=1024).data_ptr(), make().data_ptr()) == addresses
+    large, new = make(rows=1024), make()
+    assert (large.data_ptr(), new.data_ptr()) == addresses
+    del large, new
+    again = make()
+    assert stats("idle_bytes") == 4 * MIB
+    del again
+    memory.set_memory_pool(max_idle_bytes=MIB)  # now the larger one is the older
+    assert make().data_ptr() == addresses[1]
 
 
 def test_two_sizes_in_turn_are_both_recycled() -> None:
@@ -539,31 +548,87 @@ def test_a_dying_tensor_waits_for_no_lock(pool: memory._Pool) -> None:
     assert stats("in_use_bytes") == 0
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
-def test_a_signal_handler_may_come_in_at_any_point(poison: memory._Pool) -> None:
-    counted = 0
+def at_each_line(action: Callable[[], None], program: Callable[[], None]) -> None:
+    """Run `program`, and `action` before each line of memory.py that it comes through."""
 
-    def handler(*_: object) -> None:
-        nonlocal counted
-        counted += 1
-        make(-1.0)
-        memory.empty_cache() if counted % 3 == 0 else memory.memory_stats()
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename != memory.__file__:
+            return None
+        if event == "line":
+            action()  # itself not traced
+        return trace
 
-    former = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    former = sys.gettrace()
+    sys.settrace(trace)
     try:
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
-            rows = memory.empty((MIB,), torch.uint8)
-            rows[0] = 5
-            assert rows[0] == 5
-            del rows
+        program()
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, former)
-    assert counted > 10
+        sys.settrace(former)
+
+
+def test_a_signal_handler_may_come_in_at_any_point(poison: memory._Pool) -> None:
+    draw = random.Random(0)
+    own: list[tuple[float, Tensor]] = []
+    handlers: list[tuple[float, Tensor]] = []
+
+    def live(mine: list[tuple[float, Tensor]]) -> None:
+        for value, rows in mine:
+            all_equal(rows[::50, ::100], value)
+        match draw.randrange(8):
+            case 0 | 1 | 2:
+                value = float(draw.randrange(1 << 20))
+                mine.append((value, make(value, rows=draw.choice([256, 288]))))
+            case 3 | 4:
+                del mine[:1]
+            case 5:
+                memory.memory_stats()
+            case 6:
+                memory.empty_cache()
+            case 7:
+                memory.set_memory_pool(max_idle_bytes=draw.choice([0, 2 * MIB, "largest"]))
+        del mine[:-4]
+
+    def program() -> None:
+        for _ in range(40):
+            live(own)
+
+    at_each_line(lambda: live(handlers), program)
+    assert poison.in_use_bytes > 0
+    del own[:], handlers[:]
+    assert stats("in_use_bytes") == 0
+    assert stats("idle_bytes") == sum(size * len(blocks) for size, blocks in poison.idle.items())
+
+
+def test_an_interrupt_at_any_point(poison: memory._Pool) -> None:
+    living = make(1.0)
+
+    def lock_is_free() -> None:
+        assert poison.lock.acquire(timeout=10)
+        poison.lock.release()
+
+    for line in range(60):
+        lines_left = [line]
+
+        def interrupt(lines_left: list[int] = lines_left) -> None:
+            lines_left[0] -= 1
+            if lines_left[0] < 0:
+                raise KeyboardInterrupt
+
+        def program() -> None:
+            make(2.0)
+            memory.memory_stats()
+
+        with contextlib.suppress(KeyboardInterrupt):
+            at_each_line(interrupt, program)
+        thread = threading.Thread(target=lock_is_free)
+        thread.start()
+        thread.join()
+        held = [make(3.0) for _ in range(3)]
+        assert len({rows.data_ptr() for rows in [living, *held]}) == 4
+        all_equal(living, 1.0)
+        del held
     memory.empty_cache()
-    assert (poison.in_use_bytes, poison.idle_bytes) == (0, 0)
+    assert stats("idle_bytes") == 0
 
 
 def in_child(body: Callable[[], None]) -> None:

@@ -308,7 +308,9 @@ def test_losses_of_the_routing() -> None:
             probabilities = logits.softmax(-1)
         ids = logits.topk(K).indices
         torch.testing.assert_close(
-            routing.statistics().loss(), load_balancing_loss(probabilities[:7], ids[:7]), msg=lambda m, s=score: f"{s}: {m}"
+            routing.statistics().loss(),
+            load_balancing_loss(probabilities[:7], ids[:7]),
+            msg=lambda m, s=score: f"{s}: {m}",
         )
         torch.testing.assert_close(routing.z_loss(), router_z_loss(logits[:7]))
         got = torch.autograd.grad(routing.statistics().loss() + routing.z_loss(), layer.router.weight)
@@ -700,4 +702,4 @@ def test_repr() -> None:
     text = repr(make_layer(score="sigmoid", expert_bias=True))
     for part in ("Router(6, 4, k=2, score='sigmoid', expert_bias=True)", "Experts(4, 6, 5)"):
         assert part in text, text
-    assert list(itertools.islice(make_layer().named_children(), 1))[0][0] == "router"
+    assert next(iter(itertools.islice(make_layer().named_children(), 1)))[0] == "router"

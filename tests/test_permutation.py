@@ -50,9 +50,7 @@ def exact_spread(x: Tensor, weights: Tensor | None, plan: moeroute.RoutingPlan) 
 def exact_dots(rows: Tensor, x: Tensor, plan: moeroute.RoutingPlan) -> Tensor:
     tokens, where = plan.token_of_slot.tolist(), plan.row_of_slot.tolist()
     zero = torch.zeros((), dtype=torch.float64)
-    result = [
-        (rows[row] * x[token]).sum() if row >= 0 else zero for token, row in zip(tokens, where, strict=True)
-    ]
+    result = [(rows[row] * x[token]).sum() if row >= 0 else zero for token, row in zip(tokens, where, strict=True)]
     return torch.stack(result) if result else rows.new_zeros(0)
 
 
@@ -98,8 +96,10 @@ def test_gradients_are_right_and_in_their_inputs_dtype(
     exact_rows = rows.detach().double().requires_grad_()
     exact_weights = weights.detach().double().requires_grad_()
     exact_combine(exact_rows, exact_weights.flatten(), plan).backward(seed.double())
-    assert rows.grad is not None and exact_rows.grad is not None
-    assert weights.grad is not None and exact_weights.grad is not None
+    assert rows.grad is not None
+    assert exact_rows.grad is not None
+    assert weights.grad is not None
+    assert exact_weights.grad is not None
     assert rows.grad.dtype is dtype
     assert weights.grad.dtype is weights_dtype
     assert_close_to_exact(rows.grad, exact_rows.grad, "rows")
@@ -112,8 +112,10 @@ def test_gradients_are_right_and_in_their_inputs_dtype(
     exact_tokens = tokens.detach().double().requires_grad_()
     exact_scales = scales.detach().double().requires_grad_()
     exact_spread(exact_tokens, exact_scales.flatten(), plan).backward(seed.double())
-    assert tokens.grad is not None and exact_tokens.grad is not None
-    assert scales.grad is not None and exact_scales.grad is not None
+    assert tokens.grad is not None
+    assert exact_tokens.grad is not None
+    assert scales.grad is not None
+    assert exact_scales.grad is not None
     assert_close_to_exact(tokens.grad, exact_tokens.grad, "tokens")
     assert_close_to_exact(scales.grad, exact_scales.grad, "scales")
 
@@ -436,13 +438,17 @@ def test_large_offsets() -> None:
     tokens = torch.zeros(num_tokens, hidden, dtype=torch.int8)
     tokens[0], tokens[-1], tokens[-2] = 1, 2, 3
     rows = moeroute.permute(tokens, plan, backend=backend)
-    assert (rows[0] == 2).all() and (rows[1] == 3).all() and (rows[-1] == 1).all()
+    assert (rows[0] == 2).all()
+    assert (rows[1] == 3).all()
+    assert (rows[-1] == 1).all()
     del tokens
     # bfloat16 gradients over the same number of elements, of which the far ends are looked at
     grads = rows.view(torch.bfloat16)  # half the width
     plan = moeroute.plan_from_row_of_slot(torch.tensor([[num_tokens - 1, 0], [1, num_tokens - 2]]), 2, num_tokens)
     grads[:2], grads[-2:] = 1.0, 2.0
-    assert_same_bits(moeroute.permute_backward(grads, plan, backend=backend), torch.full((2, hidden // 2), 3.0).bfloat16())
+    assert_same_bits(
+        moeroute.permute_backward(grads, plan, backend=backend), torch.full((2, hidden // 2), 3.0).bfloat16()
+    )
 
 
 def test_outputs_can_be_changed_in_place(backend: str) -> None:

@@ -139,7 +139,7 @@ def test_strides_of_fake_and_real_outputs_agree() -> None:
 def test_functorch_grad() -> None:
     tokens, logits = inputs()
     tokens, logits = tokens.detach(), logits.detach()
-    gradients = torch.func.grad(lambda t, l: layer(t, l).square().sum(), argnums=(0, 1))(tokens, logits)
+    gradients = torch.func.grad(lambda x, y: layer(x, y).square().sum(), argnums=(0, 1))(tokens, logits)
     assert_same_bits(gradients, outcome(layer, tokens.requires_grad_(), logits.requires_grad_())[1:])
 
 
@@ -153,7 +153,7 @@ def verbs(plan: moeroute.RoutingPlan) -> list[tuple[str, Callable[..., Tensor], 
         ("unpermute weighted", lambda r, w: moeroute.unpermute(r, plan, w), (rows, weights)),
         ("row_dots", lambda r, t: moeroute.row_dots(r, t, plan), (rows, tokens)),
         ("permute_weights", lambda w: moeroute.permute_weights(w, plan), (weights,)),
-        ("gating_topk", lambda l: moeroute.gating_topk(l, 2).weights, (torch.randn(plan.num_tokens, 4),)),
+        ("gating_topk", lambda x: moeroute.gating_topk(x, 2).weights, (torch.randn(plan.num_tokens, 4),)),
     ]
 
 
@@ -226,7 +226,7 @@ def test_checkpoints_recompute_the_same_bits(reentrant: bool) -> None:
     tokens, _ = inputs(256)
     logits = (torch.arange(256 * 4).reshape(256, 4) % 3 / 2).requires_grad_()
     expected = outcome(layer, tokens, logits)
-    recomputed = outcome(lambda t, l: checkpoint(layer, t, l, use_reentrant=reentrant), tokens, logits)
+    recomputed = outcome(lambda x, y: checkpoint(layer, x, y, use_reentrant=reentrant), tokens, logits)
     assert_same_bits(recomputed, expected)
 
 
@@ -283,7 +283,7 @@ def test_python_threads() -> None:
         try:
             for _ in range(25):
                 assert_same_bits(outcome(layer, *problems[i]), expected[i])
-        except BaseException as error:  # noqa: BLE001 - reported by the main thread
+        except BaseException as error:  # reported by the main thread
             failures.append(error)
 
     pool = [threading.Thread(target=work, args=(i,)) for i in range(4)]

@@ -84,8 +84,5 @@ def plain(*tensors: Tensor | None) -> bool:
         if recording and tensor.requires_grad:
             return False
     return not (
-        forward_ad._current_level >= 0
-        or _transforms_active()
-        or _dispatch_depth() != 0
-        or _function_depth() != 0
+        forward_ad._current_level >= 0 or _transforms_active() or _dispatch_depth() != 0 or _function_depth() != 0
     )

@@ -151,9 +151,14 @@ def worker(mode: str, names: Sequence[str], seconds: float) -> None:
         return
     for case in testing.CASES:
         if case.name in names:
-            print(json.dumps(measure(case, mode, seconds)), flush=True)
+            _tell(measure(case, mode, seconds))
     if mode == "called" and "memory" in names:
-        print(json.dumps({"case": "memory", "mode": mode, **(extra_memory() or {})}), flush=True)
+        _tell({"case": "memory", "mode": mode, **(extra_memory() or {})})
+
+
+def _tell(line: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
 
 
 # ---------------------------------------------------------------------------- in the command's process

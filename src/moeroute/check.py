@@ -34,9 +34,7 @@ def tensor(operator: str, argument: str, value: Any) -> Tensor:
     return value
 
 
-def integer(
-    operator: str, argument: str, value: Any, minimum: int | None = None, maximum: int | None = None
-) -> int:
+def integer(operator: str, argument: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
     """An int (or a symbolic one) inside [minimum, maximum]; a bool is not an int here."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise wrong_type(operator, argument, "an int", value)

@@ -549,7 +549,7 @@ class _Ended(Exception):
 def run(
     steps: int | None = None,
     seed: int = 0,
-    dtype: str = "float32",
+    dtype: str | torch.dtype = "float32",
     threads: int | None = None,
     out: str | Path = "out",
 ) -> int:
@@ -558,14 +558,14 @@ def run(
     Args:
         steps: None means 300, or as many as fit into two minutes; a given number is kept.
         seed: of weights, batches and sample.
-        dtype: "float32" or "bfloat16" (weights and activations; the optimizer keeps float32 weights).
+        dtype: float32 or bfloat16, or the name of one (weights and activations; the optimizer keeps float32 weights).
         threads: of each training process; None leaves it to torch.
         out: folder for ``loss.png``, ``expert_load.png``, ``sample.txt`` and ``results.json``.
     """
     if steps is not None:
         check.integer("demo", "steps", steps, minimum=1)
     check.integer("demo", "seed", seed, minimum=0, maximum=2**63 - 1)
-    check.one_of("demo", "dtype", dtype, tuple(DTYPES))
+    dtype = check.one_of("demo", "dtype", str(dtype).removeprefix("torch."), tuple(DTYPES))
     if threads is not None:
         check.integer("demo", "threads", threads, minimum=1)
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -612,9 +612,7 @@ def run(
     return 0
 
 
-def _both(
-    console: Console, runs: dict[str, Run], order: dict[str, Any], steps: int | None, begun: float
-) -> None:
+def _both(console: Console, runs: dict[str, Run], order: dict[str, Any], steps: int | None, begun: float) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (

@@ -138,8 +138,8 @@ class _Pool:
     """The blocks, in use and idle.
 
     A signal handler or a `__del__` method may come here from the middle of our own section. So the
-    lock is reentrant, the lists in `idle` stay where they are once there, and each step leaves
-    every block in one place.
+    lock is reentrant, a list in `idle` stays there for good, nothing counts on one line for what the
+    line before has seen, and each line leaves every block in one place.
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -167,11 +167,8 @@ class _Pool:
             if not self.enabled:
                 return None
             self._collect()
-            blocks = self.idle.get(size)
-            if blocks:
-                block = blocks.pop()
-                self.idle_bytes -= size
-            else:
+            block = self._take(size)
+            if block is None:
                 try:
                     block = _map(size)
                 except (OSError, OverflowError):
@@ -224,16 +221,28 @@ class _Pool:
         del surplus
         return result
 
+    def _take(self, size: int, position: int = -1) -> mmap.mmap | None:
+        """An idle block of this size: the last that came back, or with 0 the first."""
+        try:
+            block = self.idle[size].pop(position)
+        except (KeyError, IndexError):
+            return None
+        self.idle_bytes -= size
+        return block
+
     def _collect(self) -> None:
         """Blocks that came back become idle."""
         while self.returned:
-            lease = self.returned.popleft()
+            try:
+                lease = self.returned.popleft()
+            except IndexError:
+                return
             if self.in_use.pop(id(lease), None) is None:
                 continue  # handed out before the pool was switched off
             size = len(lease.block)
             self.in_use_bytes -= size
-            self.idle.setdefault(size, []).append(lease.block)
             self.idle_bytes += size
+            self.idle.setdefault(size, []).append(lease.block)
             self.idle.move_to_end(size)
 
     def _bound(self) -> int:
@@ -243,10 +252,9 @@ class _Pool:
         """The idle blocks above the bound; the caller drops them once the lock is free."""
         surplus: list[mmap.mmap] = []
         if self.idle_bytes > bound:
-            for size, blocks in list(self.idle.items()):
-                while blocks and self.idle_bytes > bound:
-                    surplus.append(blocks.pop(0))
-                    self.idle_bytes -= size
+            for size in list(self.idle):
+                while self.idle_bytes > bound and (block := self._take(size, 0)) is not None:
+                    surplus.append(block)
         return surplus
 
 

@@ -96,7 +96,6 @@ def _grouped_outer_shape(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
     return left.new_empty(sizes.shape[0], left.shape[1], right.shape[1])
 
 
-
 def _linear(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
     if forward_ad._current_level < 0:
         return torch.ops.moeroute.grouped_linear.default(rows, weight, sizes)
@@ -354,9 +353,7 @@ class Router(nn.Module):
         bias = self.expert_bias is not None
         return f"{hidden_size}, {num_experts}, k={self.k}, score={self.score!r}, expert_bias={bias}"
 
-    def _choose(
-        self, logits: Tensor, bias: Tensor | None, expert_ids: Tensor | None, backend: str | None
-    ) -> Gating:
+    def _choose(self, logits: Tensor, bias: Tensor | None, expert_ids: Tensor | None, backend: str | None) -> Gating:
         return gating_topk(
             logits,
             self.k if expert_ids is None else expert_ids.shape[-1],
@@ -561,7 +558,8 @@ class MoE(nn.Module):
     def _capacity(self, expert_ids: Tensor) -> int | None:
         if self.capacity_factor is None:
             return None
-        return capacity_from_factor(*expert_ids.shape, self.num_experts, self.capacity_factor)
+        num_tokens, k = expert_ids.shape
+        return capacity_from_factor(num_tokens, k, self.num_experts, self.capacity_factor)
 
     def _num_rows(self, expert_ids: Tensor, padding_mask: Tensor | None) -> int | None:
         if padding_mask is None and self.capacity_factor is None and self.align == 1:

@@ -101,7 +101,9 @@ class Case:
     def tiny(self) -> "Case":
         """The same at a size for tests: odd ones, so that every tail is met."""
         small = {"T": 37, "K": 3, "H": 131, "E": 12, "S": 111}
-        return dataclasses.replace(self, sizes={letter: min(size, small[letter]) for letter, size in self.sizes.items()})
+        return dataclasses.replace(
+            self, sizes={letter: min(size, small[letter]) for letter, size in self.sizes.items()}
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,16 +201,14 @@ def _unpermute_backward(case: Case, seed: int) -> Problem:
         return grad_rows, products.sum(-1)
 
     return Problem(
-        lambda backend: moeroute.unpermute_backward(
-            i["tokens"], i["rows"], i["plan"], i["weights"], backend=backend
-        ),
+        lambda backend: moeroute.unpermute_backward(i["tokens"], i["rows"], i["plan"], i["weights"], backend=backend),
         composition,
         _close,
         2 * i["rows"].nbytes + i["tokens"].nbytes,
     )
 
 
-_GATING = {"score": "sigmoid", "group_score": "top2_sum", "scaling_factor": 2.5}
+_GATING: dict[str, Any] = {"score": "sigmoid", "group_score": "top2_sum", "scaling_factor": 2.5}
 
 
 def _groups(case: Case) -> tuple[int, int]:
@@ -234,11 +234,19 @@ def _gating(case: Case, seed: int) -> Problem:
     def compare(ours: moeroute.Gating, theirs: tuple[Tensor, Tensor, Tensor]) -> None:
         # Near ties may fall either way under another exp; the values that were chosen may not differ.
         _close((ours.weights, ours.scores), (theirs[0], theirs[2]))
-        _close((ours.scores + i["bias"]).gather(1, ours.expert_ids.long()), (theirs[2] + i["bias"]).gather(1, theirs[1]))
+        _close(
+            (ours.scores + i["bias"]).gather(1, ours.expert_ids.long()), (theirs[2] + i["bias"]).gather(1, theirs[1])
+        )
 
     return Problem(
         lambda backend: moeroute.gating_topk(
-            i["logits"], topk, bias=i["bias"], num_groups=num_groups, topk_groups=topk_groups, backend=backend, **_GATING
+            i["logits"],
+            topk,
+            bias=i["bias"],
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            backend=backend,
+            **_GATING,
         ),
         composition,
         compare,
@@ -262,7 +270,13 @@ def _gating_backward(case: Case, seed: int) -> Problem:
 
     return Problem(
         lambda backend: moeroute.gating_topk_backward(
-            gating.scores, grad, gating.expert_ids, score="sigmoid", renormalize=True, scaling_factor=2.5, backend=backend
+            gating.scores,
+            grad,
+            gating.expert_ids,
+            score="sigmoid",
+            renormalize=True,
+            scaling_factor=2.5,
+            backend=backend,
         ),
         composition,
         _close,

@@ -72,9 +72,7 @@ class BalanceStatistics(NamedTuple):
         return (fraction * mean_score).sum() * self.score_sum.shape[0]
 
 
-def balance_statistics(
-    scores: Tensor, expert_ids: Tensor, *, padding_mask: Tensor | None = None
-) -> BalanceStatistics:
+def balance_statistics(scores: Tensor, expert_ids: Tensor, *, padding_mask: Tensor | None = None) -> BalanceStatistics:
     """Sum of the scores, number of slots per expert and number of tokens, for one shard.
 
     Args:
@@ -186,9 +184,7 @@ def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, *, rate: float =
     return bias.detach() + direction.to(bias.dtype) * rate
 
 
-def _statistics(
-    operator: str, scores: Tensor, expert_ids: Tensor, padding_mask: Tensor | None
-) -> BalanceStatistics:
+def _statistics(operator: str, scores: Tensor, expert_ids: Tensor, padding_mask: Tensor | None) -> BalanceStatistics:
     _check_scores(operator, "scores", scores)
     check.tensor(operator, "expert_ids", expert_ids)
     num_tokens, num_experts = scores.shape
@@ -213,9 +209,7 @@ def _statistics(
     one = torch.ones((), dtype=torch.int64, device=scores.device)
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=scores.device)
     counts = counts.scatter_add(0, column, one.expand(column.shape[0]))
-    return BalanceStatistics(
-        scores.sum(dim=0, dtype=_sum_dtype(scores)), counts[:num_experts].clone(), live_tokens
-    )
+    return BalanceStatistics(scores.sum(dim=0, dtype=_sum_dtype(scores)), counts[:num_experts].clone(), live_tokens)
 
 
 def _check_scores(operator: str, argument: str, scores: Tensor) -> None:

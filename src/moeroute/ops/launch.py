@@ -8,7 +8,7 @@ no item depends on another.
 import os
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 import torch
@@ -99,7 +99,7 @@ class Kernel:
     wrapper the body always runs alone, and the call returns what it returns.
     """
 
-    every: list["Kernel"] = []
+    every: ClassVar[list["Kernel"]] = []
 
     def __init__(
         self, body: Any, wrapper: Any, signature: Callable[[Any], tuple[Any, ...]], keys: Iterable[Any]

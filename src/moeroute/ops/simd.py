@@ -316,9 +316,7 @@ def store_tail(typingctx, pointer, offset, value, count):
         narrowed = _narrow(builder, kind, args[2])
         integer = {16: _I16, 32: _F32}[context.get_abi_sizeof(_STORAGE[kind]) * 8]
         address = _vector_address(builder, args[0], args[1], integer)
-        _masked_store(
-            builder, address, _first_lanes(builder, args[3]), builder.bitcast(narrowed, _vector(integer))
-        )
+        _masked_store(builder, address, _first_lanes(builder, args[3]), builder.bitcast(narrowed, _vector(integer)))
         return context.get_dummy_value()
 
     return types.void(pointer, types.int64, block_type, types.int64), codegen

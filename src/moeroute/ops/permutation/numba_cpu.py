@@ -92,7 +92,19 @@ def combine_body(
 
 @parallel_kernel
 def combine_parallel(
-    out, rows, row_of_slot, slot_offsets, topk, num_slots, num_rows, hidden, out_stride, rows_stride, streaming, n, chunks
+    out,
+    rows,
+    row_of_slot,
+    slot_offsets,
+    topk,
+    num_slots,
+    num_rows,
+    hidden,
+    out_stride,
+    rows_stride,
+    streaming,
+    n,
+    chunks,
 ):
     for c in prange(chunks):
         combine_body(
@@ -244,7 +256,18 @@ def spread_body(
                 copy_row(out, r * out_stride, x, t * x_stride, row_bytes, streaming)
     fence()
     zero_unused_rows(
-        out, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, row_bytes, out_stride, lo, hi
+        out,
+        row_of_slot,
+        slot_of_row,
+        slot_offsets,
+        topk,
+        num_slots,
+        num_rows,
+        num_tokens,
+        row_bytes,
+        out_stride,
+        lo,
+        hi,
     )
 
 

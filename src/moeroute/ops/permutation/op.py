@@ -53,9 +53,7 @@ _implement(
     lambda x, weights, row_of_slot, slot_of_row, slot_offsets, backend: _module("spread", backend, x).spread(
         x, weights, row_of_slot, slot_of_row, slot_offsets
     ),
-    lambda x, weights, row_of_slot, slot_of_row, slot_offsets, backend: x.new_empty(
-        slot_of_row.shape[0], x.shape[1]
-    ),
+    lambda x, weights, row_of_slot, slot_of_row, slot_offsets, backend: x.new_empty(slot_of_row.shape[0], x.shape[1]),
 )
 _implement(
     "combine",
@@ -68,9 +66,9 @@ _implement(
 )
 _implement(
     "row_dots",
-    lambda rows, x, row_of_slot, slot_of_row, slot_offsets, dtype, backend: _module(
-        "row_dots", backend, rows
-    ).row_dots(rows, x, row_of_slot, slot_offsets, dtype),
+    lambda rows, x, row_of_slot, slot_of_row, slot_offsets, dtype, backend: _module("row_dots", backend, rows).row_dots(
+        rows, x, row_of_slot, slot_offsets, dtype
+    ),
     lambda rows, x, row_of_slot, slot_of_row, slot_offsets, dtype, backend: rows.new_empty(
         row_of_slot.shape[0], dtype=dtype
     ),
@@ -686,9 +684,7 @@ def _slot_weights_backward_verb(
 # ---------------------------------------------------------------------------- permute, unpermute
 
 
-def permute(
-    tokens: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: str | None = None
-) -> Tensor:
+def permute(tokens: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """Token copies in expert order, [R, H]: expert by expert, inside an expert in the order of the slots.
 
     tokens: [T, H], any dtype; strides do not matter. Padding rows are 0. With `weights` (any float dtype;
@@ -721,9 +717,7 @@ def _verb_weights(
     return _slot_weights_verb(operator, weights, plan, None, backend)
 
 
-def unpermute(
-    rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: str | None = None
-) -> Tensor:
+def unpermute(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """Bring the experts' rows back and add up each token's, [T, H]: the weighted sum, or the plain one.
 
     rows: [R, H], float16, bfloat16, float32 or float64, in the order that `permute` gave. weights: any of

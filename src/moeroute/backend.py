@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from moeroute import check
 
@@ -18,6 +19,8 @@ FILES = {"reference": "reference", "cpu": "numba_cpu"}
 NAMES = tuple(FILES)
 
 _modules: dict[tuple[str, str], ModuleType] = {}
+_chosen: dict[tuple[str | None, torch.device, torch.dtype | None], str] = {}
+_implementations: dict[tuple[str, str | None, torch.device, torch.dtype], ModuleType] = {}
 _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_depth = torch._C._len_torch_dispatch_stack
 _function_depth = torch._C._len_torch_function_stack
@@ -41,6 +44,14 @@ _reasons = {name: _reason(name) for name in NAMES}
 
 def choose(operator: str, backend: str | None, device: torch.device, dtype: torch.dtype | None = None) -> str:
     """The backend for tensors of this device and dtype; an explicit one that cannot serve them raises."""
+    key = (backend, device, dtype)
+    found = _chosen.get(key)
+    if found is None:
+        found = _chosen[key] = _choose(operator, backend, device, dtype)
+    return found
+
+
+def _choose(operator: str, backend: str | None, device: torch.device, dtype: torch.dtype | None) -> str:
     if backend is None:
         if device.type == "cpu" and dtype is not torch.float64 and unavailable("cpu") is None:
             return "cpu"
@@ -66,23 +77,34 @@ def module(room: str, name: str) -> ModuleType:
     return found
 
 
+def implementation(room: str, operator: str, backend: str | None, tensor: Tensor) -> ModuleType:
+    """`module` of what `choose` gives for this tensor."""
+    key = (room, backend, tensor.device, tensor.dtype)
+    found = _implementations.get(key)
+    if found is None:
+        found = module(room, choose(operator, backend, tensor.device, tensor.dtype))
+        _implementations[key] = found
+    return found
+
+
 def plain(*tensors: Tensor | None) -> bool:
     """True where a verb may call its launcher directly: 9 µs a call instead of 14, 32 with gradients.
 
     That is: nobody records (autograd, forward AD, functorch), nobody watches (dispatch and function
     modes, torch.compile) and all tensors are ordinary ones.
     """
-    if torch.compiler.is_compiling():
+    if (
+        torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
+        or _transforms_active()
+        or _dispatch_depth()
+        or _function_depth()
+    ):
         return False
     recording = _grad_enabled()
     for tensor in tensors:
-        if tensor is None:
-            continue
-        kind = type(tensor)
-        if kind is not Tensor and kind is not torch.nn.Parameter:
-            return False
-        if recording and tensor.requires_grad:
-            return False
-    return not (
-        forward_ad._current_level >= 0 or _transforms_active() or _dispatch_depth() != 0 or _function_depth() != 0
-    )
+        if tensor is not None:
+            kind = type(tensor)
+            if (kind is not Tensor and kind is not Parameter) or (recording and tensor.requires_grad):
+                return False
+    return True

@@ -36,7 +36,7 @@ def tensor(operator: str, argument: str, value: Any) -> Tensor:
 
 def integer(operator: str, argument: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
     """An int (or a symbolic one) inside [minimum, maximum]; a bool is not an int here."""
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+    if type(value) is not int and (not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool)):
         raise wrong_type(operator, argument, "an int", value)
     if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
         if maximum is None:
@@ -66,7 +66,7 @@ def same_device(operator: str, first_argument: str, first: Tensor, argument: str
 def one_of(operator: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise wrong_value(operator, argument, "one of " + ", ".join(map(repr, allowed)), repr(value))
-    return str(value)
+    return value
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -108,7 +108,8 @@ class Kernel:
         self.keys = tuple(keys)
         self._functions = (body, wrapper)
         self._signature = signature
-        self._entries: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
+        self._serial: dict[Any, Any] = {}
+        self._entries = (self._serial, dict[Any, Any]())
         Kernel.every.append(self)
 
     def _entry(self, which: int, key: Any) -> Any:
@@ -131,6 +132,8 @@ class Kernel:
                     self._entry(which, key)
 
     def __call__(self, key: Any, items: int, work: int, *arguments: Any) -> Any:
+        if work < SERIAL_WORK and key in self._serial:  # the short way for short work
+            return self._serial[key](*arguments, 0, items)
         threads = 1 if work < SERIAL_WORK or self._functions[1] is None else min(thread_count(), items)
         if threads <= 1:
             return self._entry(0, key)(*arguments, 0, items)

@@ -410,13 +410,24 @@ def backward_block(s, grad, score, gamma):
 
 
 @kernel
-def backward_row(out, scores, grad_scores, total, score, gamma, num_experts):
-    for j in range(0, num_experts, LANES):
-        count = min(LANES, num_experts - j)
-        grad = load(total, j)
+def backward_row(out, scores, grad_scores, ids, grad, score, gamma, num_experts, k):
+    """The row as if nothing had been chosen, then the chosen experts' gradients over it."""
+    whole = num_experts - num_experts % LANES
+    for j in range(0, whole, LANES):
+        total = zeros()
         if not is_null(grad_scores):
-            grad = grad + some(grad_scores, j, count)
-        put(out, j, backward_block(some(scores, j, count), grad, score, gamma), count)
+            total = total + load(grad_scores, j)
+        store(out, j, backward_block(load(scores, j), total, score, gamma))
+    if whole < num_experts:
+        count = num_experts - whole
+        total = zeros()
+        if not is_null(grad_scores):
+            total = total + load_tail(grad_scores, whole, count)
+        store_tail(out, whole, backward_block(load_tail(scores, whole, count), total, score, gamma), count)
+    for p in range(k):
+        e = ids[p]
+        if 0 <= e < num_experts:
+            out[e] = grad[p]
 
 
 @kernel
@@ -439,31 +450,66 @@ def dot_row(x, y, num_experts):
 
 
 @kernel
-def slot_gradients(grad, chosen, ids, score, k, num_experts, renormalize, eps):
-    """In place, from the gradient of the scaled weights to that of the chosen scores, slot by slot.
+def slot_gradients(grad, chosen, scores, ids, seen, stamp, score, k, num_experts, renormalize, scaling, eps):
+    """In place, from the gradient of the weights to that of the chosen scores, slot by slot.
 
-    Returns the softmax's sum of score times gradient.
+    Returns the softmax's sum of score times gradient, and whether an expert was met twice: `seen` holds
+    the last row, by its stamp, that chose each expert. Few loops, none for LLVM to vectorise: what it
+    spends on deciding whether to is more than eight slots take.
     """
-    if renormalize:
-        denominator = ZERO
+    denominator = ZERO
+    if score == TOPK_SOFTMAX:
+        gather_chosen(chosen, scores, ids, score, k, num_experts)
         for p in range(k):
             if 0 <= ids[p] < num_experts:
                 denominator = denominator + chosen[p]
-        denominator = denominator + eps
-        beta = ZERO
+    else:
         for p in range(k):
-            if 0 <= ids[p] < num_experts:
-                beta = beta + (chosen[p] / denominator) * grad[p]
-        for p in range(k):
-            grad[p] = (grad[p] - beta) / denominator
-    gamma = ZERO
+            e = ids[p]
+            if 0 <= e < num_experts:
+                w = scores[e]
+                chosen[p] = w
+                denominator = denominator + w
+    denominator = denominator + eps
+    beta = ZERO
     for p in range(k):
-        if 0 <= ids[p] < num_experts:
-            gamma = gamma + chosen[p] * grad[p]
+        g = grad[p] * scaling
+        grad[p] = g
+        if 0 <= ids[p] < num_experts and renormalize:
+            beta = beta + (chosen[p] / denominator) * g
+    gamma = ZERO
+    repeated = False
+    for p in range(k):
+        e = ids[p]
+        if 0 <= e < num_experts:
+            g = grad[p]
+            if renormalize:
+                g = (g - beta) / denominator
+                grad[p] = g
+            gamma = gamma + chosen[p] * g
+            repeated = repeated or seen[e] == stamp
+            seen[e] = stamp
     if score == TOPK_SOFTMAX:
         for p in range(k):
             grad[p] = chosen[p] * (grad[p] - gamma)
-    return gamma
+    return gamma, repeated
+
+
+@kernel
+def add_repeated(grad, ids, total, k, num_experts):
+    """Every slot of an expert gets the sum over its slots. `total` is zero before and after."""
+    for p in range(k):
+        e = ids[p]
+        if 0 <= e < num_experts:
+            total[e] = total[e] + grad[p]
+    for p in range(k):
+        e = ids[p]
+        if 0 <= e < num_experts:
+            grad[p] = total[e]
+    for p in range(k):
+        e = ids[p]
+        if 0 <= e < num_experts:
+            total[e] = ZERO
 
 
 @kernel
@@ -472,41 +518,45 @@ def backward_body(
     num_experts, k, out_stride, scores_stride, grad_weights_stride, ids_stride, grad_scores_stride, score, renormalize,
     scaling, eps, lo, hi,
 ):  # fmt: skip
-    work = np.empty(num_experts + 2 * k + 3 * LANES, np.float32)
+    work = np.empty(2 * num_experts + 2 * k + 3 * LANES, np.float32)
     total = pointer_to(work)
-    chosen = advance(total, num_experts + LANES)
+    seen = retyped(advance(total, num_experts), "int32")
+    chosen = advance(total, 2 * num_experts)
     grad = advance(chosen, k + LANES)
-    for j in range(0, num_experts, LANES):
-        store(total, j, zeros())
+    for e in range(num_experts):
+        total[e] = ZERO
+        seen[e] = np.int32(-1)
+    for p in range(k + LANES):
+        chosen[p] = ZERO
     for t in range(lo, hi):
         score_row = advance(scores, t * scores_stride)
         ids = advance(expert_ids, t * ids_stride)
         extra = grad_scores
         if not is_null(grad_scores):
             extra = advance(grad_scores, t * grad_scores_stride)
-        gather_chosen(chosen, score_row, ids, score, k, num_experts)
         widen(grad, grad_weights, grad_weights_dtype, t * grad_weights_stride, k, ZERO)
-        for p in range(k):
-            grad[p] = grad[p] * scaling
-        gamma = slot_gradients(grad, chosen, ids, score, k, num_experts, renormalize, eps)
-        if score == SOFTMAX and not is_null(grad_scores):
-            gamma = gamma + dot_row(score_row, extra, num_experts)
-        for p in range(k):
-            e = ids[p]
-            if 0 <= e < num_experts:
-                total[e] = total[e] + grad[p]
+        gamma, repeated = slot_gradients(
+            grad, chosen, score_row, ids, seen, np.int32(t & MAGNITUDE), score, k, num_experts, renormalize, scaling, eps
+        )
+        if repeated:
+            add_repeated(grad, ids, total, k, num_experts)
+        if not is_null(grad_scores):
+            if score == SOFTMAX:
+                gamma = gamma + dot_row(score_row, extra, num_experts)
+            for p in range(k):
+                e = ids[p]
+                if 0 <= e < num_experts:
+                    grad[p] = (ZERO + grad[p]) + extra[e]
+        for j in range(0, k, LANES):
+            store(grad, j, backward_block(load(chosen, j), zeros() + load(grad, j), score, gamma))
         if out_dtype == FLOAT32:
-            backward_row(advance(out, t * out_stride), score_row, extra, total, score, gamma, num_experts)
+            backward_row(advance(out, t * out_stride), score_row, extra, ids, grad, score, gamma, num_experts, k)
         elif out_dtype == BFLOAT16:
-            bfloat16_row = advance(retyped(out, "bfloat16"), t * out_stride)
-            backward_row(bfloat16_row, score_row, extra, total, score, gamma, num_experts)
+            row = advance(retyped(out, "bfloat16"), t * out_stride)
+            backward_row(row, score_row, extra, ids, grad, score, gamma, num_experts, k)
         else:
-            float16_row = advance(retyped(out, "float16"), t * out_stride)
-            backward_row(float16_row, score_row, extra, total, score, gamma, num_experts)
-        for p in range(k):
-            e = ids[p]
-            if 0 <= e < num_experts:
-                total[e] = ZERO
+            half_row = advance(retyped(out, "float16"), t * out_stride)
+            backward_row(half_row, score_row, extra, ids, grad, score, gamma, num_experts, k)
     work[0] = ZERO  # an array is freed after its last use, whoever has its address
 
 

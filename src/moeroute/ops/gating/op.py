@@ -3,6 +3,7 @@
 Rungs, as in every room: registration and derivatives, checks, verbs.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -53,8 +54,7 @@ _gating_topk = torch.ops.moeroute.gating_topk.default
 _gating_topk_backward = torch.ops.moeroute.gating_topk_backward.default
 
 
-def _module(operator: str, backend: str | None, tensor: Tensor) -> Any:
-    return backends.module("gating", backends.choose(operator, backend, tensor.device, tensor.dtype))
+_module = partial(backends.implementation, "gating")
 
 
 def _scores_dtype(logits: Tensor) -> torch.dtype:

@@ -9,6 +9,7 @@ The set is closed under differentiation, so every derivative of every order is o
 Rungs, as in every room: registration and derivatives, checks, verbs.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,7 @@ LIBRARY.define(
 )
 
 
-def _module(operator: str, backend: str | None, tensor: Tensor) -> Any:
-    return backends.module("permutation", backends.choose(operator, backend, tensor.device, tensor.dtype))
+_module = partial(backends.implementation, "permutation")
 
 
 def _implement(name: str, implementation: Any, fake: Any) -> None:
@@ -358,22 +358,17 @@ def spread(
 
     Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
     """
-    return _spread_verb("spread", "x", x, plan, weights, out, backend)
-
-
-def _spread_verb(
-    operator: str,
-    name: str,
-    x: Tensor,
-    plan: RoutingPlan,
-    weights: Tensor | None,
-    out: Tensor | None,
-    backend: str | None,
-) -> Tensor:
-    _check_plan(operator, plan)
-    _check_matrix(operator, name, x, "T", plan.num_tokens, plan)
+    _check_plan("spread", plan)
+    _check_matrix("spread", "x", x, "T", plan.num_tokens, plan)
     if weights is not None:
-        _check_slot_weights(operator, weights, name, x, plan)
+        _check_slot_weights("spread", weights, "x", x, plan)
+    return _spread_checked("spread", x, plan, weights, out, backend)
+
+
+def _spread_checked(
+    operator: str, x: Tensor, plan: RoutingPlan, weights: Tensor | None, out: Tensor | None, backend: str | None
+) -> Tensor:
+    """weights: one a slot, of any shape."""
     if out is not None:
         _no_gradient(operator, "out", x, weights)
         _check_out(operator, out, (plan.num_rows, x.shape[1]), x.dtype, x, weights)
@@ -381,6 +376,8 @@ def _spread_verb(
         return _module(operator, backend, x).spread(
             x, weights, plan.row_of_slot, plan.slot_of_row, plan.slot_offsets, out=out
         )
+    if weights is not None:
+        weights = weights.reshape(-1)
     return _spread(x, weights, plan.row_of_slot, plan.slot_of_row, plan.slot_offsets, backend)
 
 
@@ -417,50 +414,49 @@ def combine(
 
     Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
     """
-    return _combine_verb("combine", "rows", rows, plan, weights, init, bias, out, backend)
-
-
-def _combine_verb(
-    operator: str,
-    name: str,
-    rows: Tensor,
-    plan: RoutingPlan,
-    weights: Tensor | None,
-    init: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor | None,
-    backend: str | None,
-) -> Tensor:
+    operator = "combine"
     _check_plan(operator, plan)
-    _check_matrix(operator, name, rows, "R", plan.num_rows, plan)
-    _check_float(operator, name, rows)
+    _check_matrix(operator, "rows", rows, "R", plan.num_rows, plan)
+    _check_float(operator, "rows", rows)
     if weights is not None:
-        _check_slot_weights(operator, weights, name, rows, plan)
-    direct = init is not None or bias is not None or out is not None
-    if direct:
-        shape = (plan.num_tokens, rows.shape[1])
-        if init is not None:
-            _check_matrix(operator, "init", init, "T", plan.num_tokens, plan)
-            _check_partner(operator, "init", init, name, rows)
-        if bias is not None:
-            _check_bias(operator, bias, name, rows, plan)
-        for argument, tensor in (("init", init), ("bias", bias), ("out", out)):
-            if tensor is not None:
-                _no_gradient(operator, argument, rows, weights, init, bias)
-        if out is not None:
-            _check_out(operator, out, shape, rows.dtype, rows, weights, init, bias)
-    if direct or backends.plain(rows, weights):
+        _check_slot_weights(operator, weights, "rows", rows, plan)
+    if init is None and bias is None:
+        return _combine_checked(operator, rows, plan, weights, out, backend)
+    if init is not None:
+        _check_matrix(operator, "init", init, "T", plan.num_tokens, plan)
+        _check_partner(operator, "init", init, "rows", rows)
+        _no_gradient(operator, "init", rows, weights, init, bias)
+    if bias is not None:
+        _check_bias(operator, bias, "rows", rows, plan)
+        _no_gradient(operator, "bias", rows, weights, init, bias)
+    if out is not None:
+        _check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, rows, weights, init, bias)
+    return _module(operator, backend, rows).combine(
+        rows,
+        weights,
+        plan.row_of_slot,
+        plan.slot_offsets,
+        plan.num_tokens,
+        init=init,
+        bias=bias,
+        expert_of_slot=plan.expert_of_slot,
+        out=out,
+    )
+
+
+def _combine_checked(
+    operator: str, rows: Tensor, plan: RoutingPlan, weights: Tensor | None, out: Tensor | None, backend: str | None
+) -> Tensor:
+    """weights: one a slot, of any shape."""
+    if out is not None:
+        _no_gradient(operator, "out", rows, weights)
+        _check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, rows, weights)
+    if out is not None or backends.plain(rows, weights):
         return _module(operator, backend, rows).combine(
-            rows,
-            weights,
-            plan.row_of_slot,
-            plan.slot_offsets,
-            plan.num_tokens,
-            init=init,
-            bias=bias,
-            expert_of_slot=plan.expert_of_slot,
-            out=out,
+            rows, weights, plan.row_of_slot, plan.slot_offsets, plan.num_tokens, out=out
         )
+    if weights is not None:
+        weights = weights.reshape(-1)
     return _combine(rows, weights, plan.row_of_slot, plan.slot_of_row, plan.slot_offsets, plan.num_tokens, backend)
 
 
@@ -703,18 +699,20 @@ def permute(tokens: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *,
 
     Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
     """
+    _check_plan("permute", plan)
+    _check_matrix("permute", "tokens", tokens, "T", plan.num_tokens, plan)
     if weights is not None:
         weights = _verb_weights("permute", "tokens", tokens, weights, plan, backend)
-    return _spread_verb("permute", "tokens", tokens, plan, weights, None, backend)
+    return _spread_checked("permute", tokens, plan, weights, None, backend)
 
 
 def _verb_weights(
-    operator: str, name: str, rows: Any, weights: Tensor, plan: RoutingPlan, backend: str | None
+    operator: str, name: str, rows: Tensor, weights: Tensor, plan: RoutingPlan, backend: str | None
 ) -> Tensor:
-    _check_plan(operator, plan)
-    _check_weights_kind(operator, weights, name, check.tensor(operator, name, rows), plan)
+    """Checked and one a slot; [T, K] is that already, whatever its shape."""
+    _check_weights_kind(operator, weights, name, rows, plan)
     _check_plan_weights(operator, "weights", weights, plan)
-    return _slot_weights_verb(operator, weights, plan, None, backend)
+    return weights if plan.expert_of_slot is None else _slot_weights_verb(operator, weights, plan, None, backend)
 
 
 def unpermute(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -736,9 +734,12 @@ def unpermute(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *,
 
     Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
     """
+    _check_plan("unpermute", plan)
+    _check_matrix("unpermute", "rows", rows, "R", plan.num_rows, plan)
+    _check_float("unpermute", "rows", rows)
     if weights is not None:
         weights = _verb_weights("unpermute", "rows", rows, weights, plan, backend)
-    return _combine_verb("unpermute", "rows", rows, plan, weights, None, None, None, backend)
+    return _combine_checked("unpermute", rows, plan, weights, None, backend)
 
 
 def permute_backward(
@@ -761,9 +762,12 @@ def permute_backward(
     tensor([[4., 6.]])
     """
     operator = "permute_backward"
+    _check_plan(operator, plan)
+    _check_matrix(operator, "grad_rows", grad_rows, "R", plan.num_rows, plan)
+    _check_float(operator, "grad_rows", grad_rows)
     if weights is not None:
         weights = _verb_weights(operator, "grad_rows", grad_rows, weights, plan, backend)
-    return _combine_verb(operator, "grad_rows", grad_rows, plan, weights, None, None, out, backend)
+    return _combine_checked(operator, grad_rows, plan, weights, out, backend)
 
 
 def unpermute_backward(
@@ -794,10 +798,11 @@ def unpermute_backward(
     """
     operator = "unpermute_backward"
     out_rows, out_weights = (None, None) if out is None else out
-    if weights is None:
-        return _spread_verb(operator, "grad_tokens", grad_tokens, plan, None, out_rows, backend), None
-    slots = _verb_weights(operator, "grad_tokens", grad_tokens, weights, plan, backend)
+    _check_plan(operator, plan)
     _check_matrix(operator, "grad_tokens", grad_tokens, "T", plan.num_tokens, plan)
+    if weights is None:
+        return _spread_checked(operator, grad_tokens, plan, None, out_rows, backend), None
+    slots = _verb_weights(operator, "grad_tokens", grad_tokens, weights, plan, backend)
     _check_matrix(operator, "rows", rows, "R", plan.num_rows, plan)
     assert rows is not None  # noqa: S101 - for the type checker; the line above raises otherwise
     _check_partner(operator, "rows", rows, "grad_tokens", grad_tokens)
@@ -822,7 +827,7 @@ def unpermute_backward(
         )
     else:
         grad_rows, dots = _spread_dots(
-            grad_tokens, rows, slots, plan.row_of_slot, plan.slot_of_row, plan.slot_offsets, backend
+            grad_tokens, rows, slots.reshape(-1), plan.row_of_slot, plan.slot_of_row, plan.slot_offsets, backend
         )
     if straight:
         return grad_rows, out_weights

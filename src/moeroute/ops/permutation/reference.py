@@ -74,7 +74,7 @@ def combine(
             term = torch.where(has_bias[:, None], term + _wide(_with_zero_row(bias)[experts]), term)
             used = used | has_bias
         if weights is not None:
-            weight = _wide(_with_zero_row(weights)[slots])
+            weight = _wide(_with_zero_row(weights.reshape(-1))[slots])
             used = used & (weight != 0)
             term = weight[:, None] * term
         total = torch.where(used[:, None], total + term, total)
@@ -99,7 +99,7 @@ def spread(
     tokens = torch.cat([token_of_slot, token_of_slot.new_full((1,), num_tokens)])[slots]
     result = _with_zero_row(x)[tokens]
     if weights is not None:
-        scaled = _wide(_with_zero_row(weights)[slots])[:, None] * _wide(result)
+        scaled = _wide(_with_zero_row(weights.reshape(-1))[slots])[:, None] * _wide(result)
         result = torch.where((tokens < num_tokens)[:, None], scaled, 0).to(x.dtype)
     return _deliver(result, out)
 

@@ -1,0 +1,296 @@
+"""The house rules that a reader relies on: who imports whom, rooms with the same rungs, no double in a float32 kernel.
+
+Read with `ast` where the text is enough.
+"""
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import moeroute
+from moeroute import backend as backends
+from moeroute import nn
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "moeroute"
+ROOMS = ("gating", "planning", "permutation")  # along the data path
+
+
+def name_of(file: Path) -> str:
+    """The module without `moeroute.`; empty for the package itself."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+TREES = {name_of(file): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+
+# ---------------------------------------------------------------------------- arrows
+
+# A module imports from the floors below it only.
+FLOORS = (
+    ("check", "ops.simd"),
+    ("backend", "memory", "ops.launch"),
+    ("ops.differentiation", "ops.balance"),
+    ("ops.gating.reference", "ops.gating.numba_cpu"),
+    ("ops.gating.op",),
+    ("ops.planning.reference", "ops.planning.numba_cpu"),
+    ("ops.planning.op",),
+    ("ops.permutation.reference", "ops.permutation.numba_cpu"),
+    ("ops.permutation.op",),
+    ("",),  # the package: its names for users
+    ("nn", "testing"),
+    ("demo", "bench"),
+    ("report",),
+    ("cli",),
+    ("__main__",),
+)
+FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+EMPTY = ("ops", *(f"ops.{room}" for room in ROOMS))
+# Of our own, an implementation needs these and no more: a reference shares no code with what it judges.
+NEEDS = {
+    "reference": {"check"},
+    "numba_cpu": {"check", "memory", "ops.launch", "ops.simd"},
+    "op": {"check", "backend", "ops.differentiation", "ops.planning.op"},
+}
+
+
+def imports_of(name: str) -> set[str]:
+    """The modules of the package that a module imports, anywhere in its text."""
+    found = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "moeroute":
+                    found.add(alias.name.removeprefix("moeroute").removeprefix("."))
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            if node.module and node.module.split(".")[0] == "moeroute":
+                base = node.module.removeprefix("moeroute").removeprefix(".")
+                for alias in node.names:
+                    deeper = f"{base}.{alias.name}".removeprefix(".")
+                    found.add(deeper if deeper in TREES else base)
+    return found
+
+
+def test_every_module_has_its_floor() -> None:
+    assert sorted([*FLOOR, *EMPTY]) == sorted(TREES)
+    for name in EMPTY:
+        assert not TREES[name].body, f"{name}/__init__.py is not empty"
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if name not in EMPTY], ids=lambda name: name or "moeroute")
+def test_arrows_point_down(name: str) -> None:
+    for imported in imports_of(name):
+        assert FLOOR[imported] < FLOOR[name], f"moeroute.{name} imports moeroute.{imported}"
+    last = name.split(".")[-1]
+    if last in NEEDS:
+        assert imports_of(name) <= NEEDS[last]
+    elif name:
+        assert not any(i.endswith((".reference", ".numba_cpu")) for i in imports_of(name)), "backend.py loads those"
+
+
+def test_only_the_cpu_backend_knows_numba() -> None:
+    knows = {
+        name
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for package in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if package.split(".")[0] in ("numba", "llvmlite")
+    }
+    assert knows == {"ops.simd", "ops.launch", *(f"ops.{room}.numba_cpu" for room in ROOMS)}
+
+
+# ---------------------------------------------------------------------------- rooms
+
+
+def functions_of(name: str) -> dict[str, ast.FunctionDef]:
+    """The public functions of a module, kernels left out (they are decorated)."""
+    return {
+        node.name: node
+        for node in TREES[name].body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not node.decorator_list
+    }
+
+
+def signature_of(function: ast.FunctionDef) -> str:
+    """Names, kinds and defaults of the parameters."""
+    bare = ast.parse(ast.unparse(function)).body[0]
+    assert isinstance(bare, ast.FunctionDef)
+    for argument in ast.walk(bare.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return ast.unparse(bare.args)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_both_implementations_offer_the_same(room: str) -> None:
+    reference, cpu = functions_of(f"ops.{room}.reference"), functions_of(f"ops.{room}.numba_cpu")
+    assert cpu
+    for name, function in cpu.items():
+        assert name in reference, f"{room}: the reference has no {name}"
+        assert signature_of(function) == signature_of(reference[name]), f"{room}: {name}"
+
+
+# ---------------------------------------------------------------------------- public names
+
+FUNCTIONS = (
+    "capacity_from_factor", "combine", "empty_cache", "gating_topk", "gating_topk_backward", "load_balancing_loss",
+    "memory_stats", "permute", "permute_backward", "permute_weights", "permute_weights_backward",
+    "plan_from_expert_ids", "plan_from_routing_map", "plan_from_row_of_slot", "plan_from_segments",
+    "plan_from_token_ids", "router_z_loss", "row_dots", "set_memory_pool", "slot_weights", "spread", "unpermute",
+    "unpermute_backward", "update_expert_bias",
+)  # fmt: skip
+CLASSES = ("Gating", "RoutingPlan")
+
+
+def test_public_names() -> None:
+    names = []
+    for node in TREES[""].body:
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                assert alias.asname == alias.name, f"{alias.name} is not re-exported explicitly (x as x)"
+                names.append(alias.name)
+        else:
+            assert isinstance(node, ast.Expr | ast.Assign), ast.unparse(node)
+    assert sorted(names) == sorted([*FUNCTIONS, *CLASSES])
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "RoutingPlan"])
+def test_public_names_have_an_example(name: str) -> None:
+    assert re.search(r"^\s*>>> ", inspect.getdoc(getattr(moeroute, name)) or "", re.MULTILINE)
+
+
+def test_public_classes_and_the_layer_have_a_docstring() -> None:
+    for thing in (moeroute.Gating, nn.MoE, nn.Router, nn.Experts, nn.SwiGLU, nn.Routing, nn.grouped_linear):
+        assert thing.__doc__
+        assert not thing.__doc__.startswith(f"{thing.__name__}("), "a docstring that Python made up"
+
+
+# ---------------------------------------------------------------------------- text
+
+
+def texts() -> Iterator[Path]:
+    for pattern in (
+        "src/**/*.py",
+        "docs/**/*",
+        "benchmarks/**/*",
+        "tests/**/*.py",
+        "*.md",
+        "*.toml",
+        "*.txt",
+        "Makefile",
+    ):
+        yield from (file for file in ROOT.glob(pattern) if file.is_file() and file.suffix not in (".png", ".pyc"))
+
+
+def test_no_path_of_one_machine() -> None:
+    paths = re.compile(r"(?<![\w.])/(work|tmp|home|root|Users|mnt|opt)/|\.\./shared")
+    files = list(texts())
+    assert len(files) > len(TREES)
+    for file in files:
+        if file != Path(__file__):
+            assert not (found := paths.search(file.read_text())), f"{file.relative_to(ROOT)}: {found[0]}"
+
+
+def test_no_comparison_is_dropped() -> None:
+    """`torch.equal(a, b)` on a line of its own says nothing, whatever comes out."""
+    verdicts = {"allclose", "array_equal", "equal", "isclose", "is_same_size", "all", "any"}
+
+    def dropped(tree: ast.AST) -> list[int]:
+        return [
+            node.lineno
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Call | ast.Compare)
+            and (
+                isinstance(node.value, ast.Compare)
+                or (isinstance(f := node.value.func, ast.Attribute) and f.attr in verdicts)
+                or (isinstance(f, ast.Name) and f.id in verdicts)
+            )
+        ]
+
+    assert dropped(ast.parse("torch.equal(a, b)\nassert torch.equal(a, b)\na == b\n(a == b).all()\nnp.allclose(a, b)"))
+    for file in (ROOT / "tests").glob("*.py"):
+        assert not (lines := dropped(ast.parse(file.read_text()))), f"{file.name}: lines {lines}"
+
+
+# ---------------------------------------------------------------------------- the kernels' code
+
+DOUBLE = re.compile(r"\bdouble\b")
+# Fused multiplication and addition, sums in any order, and flags that allow either.
+LOOSE = re.compile(
+    r"\bllvm\.(fma|fmuladd|vector\.reduce\.f\w+)\b"
+    r"|\b(fadd|fsub|fmul|fdiv|frem|fneg|fcmp|fptrunc|fpext|call|select|phi) (fast|nnan|ninf|nsz|arcp|contract|afn|reassoc)\b"
+)
+
+
+def code_of(function: object, types: tuple[object, ...]) -> str:
+    """The optimised LLVM code of a function and all that it calls, without Numba's wrapper for Python.
+
+    The wrapper turns Python's floats, which are doubles, into the float32 of the kernel's signature.
+    Compiled anew: code that comes from Numba's cache cannot be looked at.
+    """
+    import numba
+
+    body = numba.njit(nogil=True, error_model="numpy")(function)
+    body.compile(types)
+    (code,) = body.inspect_llvm().values()
+    functions = re.findall(r"^define .*?^}", code, re.MULTILINE | re.DOTALL)
+    assert functions
+    wrapper = re.compile(r"^define [^\n]*@\"?(_ZN7cpython|cfunc\.)")
+    return "\n".join(f for f in functions if not wrapper.match(f))
+
+
+def kernels() -> Iterator[tuple[str, int, int]]:
+    """Every kernel for its first dtype, which is float32 or int32, and two of them for all."""
+    if backends.unavailable("cpu") is None:
+        from moeroute.ops.launch import Kernel
+
+        for room in ROOMS:
+            backends.module(room, "cpu")
+        for number, kernel in enumerate(Kernel.every):
+            widths = len(kernel.keys) if kernel.name in ("combine_weighted_body", "spread_dots_body") else 1
+            for key in range(widths):
+                yield f"{kernel.name} {kernel.keys[key]}", number, key
+
+
+KERNELS = list(kernels())
+
+
+@pytest.mark.parametrize(("number", "key"), [k[1:] for k in KERNELS], ids=[k[0] for k in KERNELS])
+def test_kernels_compute_in_float32_and_round_every_operation(number: int, key: int) -> None:
+    from numba import int64
+
+    from moeroute.ops.launch import Kernel
+
+    kernel = Kernel.every[number]
+    code = code_of(kernel._functions[0].py_func, (*kernel._signature(kernel.keys[key]), int64, int64))
+    for forbidden in (DOUBLE, LOOSE):
+        lines = [line.strip() for line in code.splitlines() if forbidden.search(line)]
+        assert not lines, lines[:5]
+
+
+def test_the_look_at_the_code_finds_what_it_looks_for() -> None:
+    numba = pytest.importorskip("numba")
+
+    def careless(x):  # type: ignore[no-untyped-def]
+        return x * 1.5
+
+    assert DOUBLE.search(code_of(careless, (numba.float32,)))
+
+    @numba.njit(fastmath=True)
+    def fast(x):  # type: ignore[no-untyped-def]
+        return x * x + x
+
+    def calls_fast(x):  # type: ignore[no-untyped-def]
+        return fast(x)
+
+    assert {"gating_body", "plan_serial_body", "combine_body"} <= {name.split()[0] for name, _, _ in KERNELS}
+    code = code_of(calls_fast, (numba.float32,))
+    assert LOOSE.search(code)
+    assert not DOUBLE.search(code)

@@ -209,6 +209,9 @@ def test_b02_minus_one_among_the_experts(backend: str) -> None:
     assert plan.tokens_per_expert is not None
     assert plan.tokens_per_expert.tolist() == [1, 0, 2, 1]
     assert moeroute.unpermute(rows, plan, backend=backend).tolist() == [[1, 1], [2, 2], [8, 8]]
+    framed = torch.full((6, 2), torch.nan)  # what row -1 would be
+    framed[1:5] = rows.detach()
+    assert moeroute.unpermute(framed[1:5], plan, backend=backend).tolist() == [[1, 1], [2, 2], [8, 8]]
     output = moeroute.unpermute(rows, plan, weights, backend=backend)
     assert output.tolist() == [[1, 1], [2, 2], [8, 8]]
     output.sum().backward()

@@ -442,13 +442,11 @@ def test_large_offsets() -> None:
     assert (rows[1] == 3).all()
     assert (rows[-1] == 1).all()
     del tokens
-    # bfloat16 gradients over the same number of elements, of which the far ends are looked at
-    grads = rows.view(torch.bfloat16)  # half the width
-    plan = moeroute.plan_from_row_of_slot(torch.tensor([[num_tokens - 1, 0], [1, num_tokens - 2]]), 2, num_tokens)
-    grads[:2], grads[-2:] = 1.0, 2.0
-    assert_same_bits(
-        moeroute.permute_backward(grads, plan, backend=backend), torch.full((2, hidden // 2), 3.0).bfloat16()
-    )
+    # bfloat16 gradients 2^30 elements apart, of which the ends are looked at; B05 has them in one block
+    grads = torch.zeros(2**31 + 2**12, dtype=torch.bfloat16).as_strided((3, 2048), (2**30, 1))
+    plan = moeroute.plan_from_row_of_slot(torch.tensor([[2, 0]]), 1, 3)
+    grads[0], grads[2] = 1.0, 2.0
+    assert_same_bits(moeroute.permute_backward(grads, plan, backend=backend), torch.full((1, 2048), 3.0).bfloat16())
 
 
 def test_outputs_can_be_changed_in_place(backend: str) -> None:

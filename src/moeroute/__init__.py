@@ -14,6 +14,11 @@ The data path:
 from moeroute.memory import empty_cache as empty_cache
 from moeroute.memory import memory_stats as memory_stats
 from moeroute.memory import set_memory_pool as set_memory_pool
+from moeroute.ops.balance import BalanceStatistics as BalanceStatistics
+from moeroute.ops.balance import balance_statistics as balance_statistics
+from moeroute.ops.balance import load_balancing_loss as load_balancing_loss
+from moeroute.ops.balance import router_z_loss as router_z_loss
+from moeroute.ops.balance import update_expert_bias as update_expert_bias
 from moeroute.ops.gating.op import Gating as Gating
 from moeroute.ops.gating.op import gating_topk as gating_topk
 from moeroute.ops.gating.op import gating_topk_backward as gating_topk_backward

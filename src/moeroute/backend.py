@@ -25,6 +25,7 @@ _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_depth = torch._C._len_torch_dispatch_stack
 _function_depth = torch._C._len_torch_function_stack
 _grad_enabled = torch.is_grad_enabled
+_compiling = torch.compiler.is_compiling
 
 
 def unavailable(name: str) -> str | None:
@@ -94,7 +95,7 @@ def plain(*tensors: Tensor | None) -> bool:
     modes, torch.compile) and all tensors are ordinary ones.
     """
     if (
-        torch.compiler.is_compiling()
+        _compiling()
         or forward_ad._current_level >= 0
         or _transforms_active()
         or _dispatch_depth()

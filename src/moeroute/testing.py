@@ -47,6 +47,8 @@ def assert_same_bits(actual: Any, expected: Any, where: str = "result") -> None:
             places = [tuple(place.tolist()) for place in different[:4]]
             values = ", ".join(f"{p}: {actual[p].item()!r} not {expected[p].item()!r}" for p in places)
             raise AssertionError(f"{where}: {len(different)} of {actual.numel()} elements differ; {values}")
+    elif type(actual) is not type(expected) and not isinstance(actual, tuple | list):
+        raise AssertionError(f"{where}: {actual!r}, expected {expected!r}")
     elif dataclasses.is_dataclass(expected):
         for field in dataclasses.fields(expected):
             name = field.name
@@ -122,6 +124,8 @@ class Problem:
 
 def _close(actual: Any, expected: Any) -> None:
     for a, e in zip(_tensors(actual), _tensors(expected), strict=True):
+        if a.dtype != e.dtype:
+            raise AssertionError(f"{a.dtype}, expected {e.dtype}")
         assert_close_to_exact(a, e.double().reshape(a.shape))
 
 
@@ -310,11 +314,10 @@ def _one_token(case: Case, seed: int) -> Problem:
     index = torch.zeros(topk * tokens.shape[0], dtype=torch.int64)
 
     def ours(backend: str | None) -> Tensor:
-        with torch.no_grad():
-            weights, ids, _ = moeroute.gating_topk(logits, topk, backend=backend)
-            plan = moeroute.plan_from_expert_ids(ids, num_experts, backend=backend)
-            rows = moeroute.permute(tokens, plan, backend=backend)
-            return moeroute.unpermute(rows, plan, weights, backend=backend)
+        weights, ids, _ = moeroute.gating_topk(logits, topk, backend=backend)
+        plan = moeroute.plan_from_expert_ids(ids, num_experts, backend=backend)
+        rows = moeroute.permute(tokens, plan, backend=backend)
+        return moeroute.unpermute(rows, plan, weights, backend=backend)
 
     def compare(output: Tensor, _: Tensor) -> None:
         chosen = logits.double().softmax(-1).topk(topk).values.sum(-1, keepdim=True)

@@ -152,35 +152,39 @@ def _masked_store(builder, address, mask, value):
     builder.call(function, [value, address, ir.Constant(_I32, 1), mask])
 
 
+def _like(value, element):
+    """The type of as many `element`s as the value has lanes."""
+    return ir.VectorType(element, value.type.count) if isinstance(value.type, ir.VectorType) else element
+
+
+def _number(type_, number):
+    """An integer in every lane."""
+    return ir.Constant(type_, [number] * type_.count if isinstance(type_, ir.VectorType) else number)
+
+
 def _widen(builder, kind, value):
     """Storage lanes (or one element) to float32."""
-    many = isinstance(value.type, ir.VectorType)
-    f32, i32 = (_vector(_F32), _vector(_I32)) if many else (_F32, _I32)
     if kind == "bfloat16":
-        shift = _constant(_I32, 16) if many else ir.Constant(_I32, 16)
-        return builder.bitcast(builder.shl(builder.zext(value, i32), shift), f32)
+        i32 = _like(value, _I32)
+        return builder.bitcast(builder.shl(builder.zext(value, i32), _number(i32, 16)), _like(value, _F32))
     if kind == "float16":
-        return builder.fpext(value, f32)
+        return builder.fpext(value, _like(value, _F32))
     return value
 
 
 def _narrow(builder, kind, value):
     """Float32 lanes (or one element) to storage, to nearest even."""
-    many = isinstance(value.type, ir.VectorType)
     if kind == "bfloat16":
-        i32, i16 = (_vector(_I32), _vector(_I16)) if many else (_I32, _I16)
-
-        def number(n):
-            return _constant(_I32, n) if many else ir.Constant(_I32, n)
-
+        i32 = _like(value, _I32)
         bits = builder.bitcast(value, i32)
-        high = builder.lshr(bits, number(16))
-        odd = builder.and_(high, number(1))
-        rounded = builder.lshr(builder.add(builder.add(bits, number(0x7FFF)), odd), number(16))
+        high = builder.lshr(bits, _number(i32, 16))
+        odd = builder.and_(high, _number(i32, 1))
+        rounded = builder.lshr(builder.add(builder.add(bits, _number(i32, 0x7FFF)), odd), _number(i32, 16))
         nan = builder.fcmp_unordered("uno", value, value)
-        return builder.trunc(builder.select(nan, builder.or_(high, number(0x40)), rounded), i16)
+        quiet = builder.or_(high, _number(i32, 0x40))
+        return builder.trunc(builder.select(nan, quiet, rounded), _like(value, _I16))
     if kind == "float16":
-        return builder.fptrunc(value, _vector(ir.HalfType()) if many else ir.HalfType())
+        return builder.fptrunc(value, _like(value, ir.HalfType()))
     return value
 
 
@@ -432,34 +436,32 @@ def pairwise(typingctx, block):
 
 
 # ---------------------------------------------------------------------------- integer lanes, comparisons, choices
+#
+# Beside Block: 64 integers, 64 bits of a mask, and the same three with EIGHT lanes, for the few slots
+# of a token. What is not named `..8` serves both widths.
+
+EIGHT = 8
 
 
-class IntBlockType(types.Type):
-    def __init__(self) -> None:
-        super().__init__(name="IntBlock")
+class LanesType(types.Type):
+    def __init__(self, element: ir.Type, count: int) -> None:
+        self.vector = ir.VectorType(element, count)
+        super().__init__(name=f"Lanes({element},{count})")
 
 
-class MaskType(types.Type):
-    def __init__(self) -> None:
-        super().__init__(name="Mask")
+_BIT = ir.IntType(1)
+int_block_type, mask_type = LanesType(_I32, LANES), LanesType(_BIT, LANES)
+eight_type, int_eight_type, mask_eight_type = (LanesType(element, EIGHT) for element in (_F32, _I32, _BIT))
+_PARTNERS = {  # floats: integers and mask of the same width
+    block_type: (int_block_type, mask_type),
+    eight_type: (int_eight_type, mask_eight_type),
+}
 
 
-int_block_type = IntBlockType()
-mask_type = MaskType()
-_INT_BLOCK = _vector(_I32)
-_MASK = _vector(ir.IntType(1))
-
-
-@register_model(IntBlockType)
-class IntBlockModel(models.PrimitiveModel):
+@register_model(LanesType)
+class LanesModel(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, _INT_BLOCK)
-
-
-@register_model(MaskType)
-class MaskModel(models.PrimitiveModel):
-    def __init__(self, dmm, fe_type):
-        super().__init__(dmm, fe_type, _MASK)
+        super().__init__(dmm, fe_type, fe_type.vector)
 
 
 def _define_operator(python_operator, instruction, operand, result):
@@ -473,62 +475,90 @@ def _define_operator(python_operator, instruction, operand, result):
 
 
 for _python_operator, _name in (
-    (operator.add, "add"),
-    (operator.sub, "sub"),
-    (operator.and_, "and_"),
-    (operator.xor, "xor"),
-    (operator.lshift, "shl"),
-    (operator.rshift, "ashr"),
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
 ):
-    _define_operator(_python_operator, getattr(ir.IRBuilder, _name), int_block_type, int_block_type)
-_define_operator(operator.gt, lambda b, x, y: b.icmp_signed(">", x, y), int_block_type, mask_type)
-_define_operator(operator.eq, lambda b, x, y: b.icmp_signed("==", x, y), int_block_type, mask_type)
-_define_operator(operator.gt, lambda b, x, y: b.fcmp_ordered(">", x, y), block_type, mask_type)
+    _define_operator(_python_operator, getattr(ir.IRBuilder, _name), eight_type, eight_type)
+for _floats, (_integers, _mask) in _PARTNERS.items():
+    for _python_operator, _name in (
+        (operator.add, "add"),
+        (operator.sub, "sub"),
+        (operator.and_, "and_"),
+        (operator.xor, "xor"),
+        (operator.lshift, "shl"),
+        (operator.rshift, "ashr"),
+    ):
+        _define_operator(_python_operator, getattr(ir.IRBuilder, _name), _integers, _integers)
+    _define_operator(operator.and_, ir.IRBuilder.and_, _mask, _mask)
+    _define_operator(operator.eq, lambda b, x, y: b.icmp_signed("==", x, y), _integers, _mask)
+    _define_operator(operator.gt, lambda b, x, y: b.icmp_signed(">", x, y), _integers, _mask)
+    _define_operator(operator.gt, lambda b, x, y: b.fcmp_ordered(">", x, y), _floats, _mask)
+
+
+def _spread(builder, value, vector):
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count))
+
+
+def _function(builder, name, result, *parameters):
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, list(parameters)), name)
+
+
+@intrinsic
+def fill(typingctx, like, value):
+    """One float32 or int32 in as many lanes as `like` has."""
+    integers = _PARTNERS[like][0] if like in _PARTNERS else like
+    as_floats = {integers: floats for floats, (integers, _) in _PARTNERS.items()}[integers]
+    result = as_floats if isinstance(value, types.Float) else integers
+
+    def codegen(context, builder, sig, args):
+        return _spread(builder, args[1], context.get_value_type(sig.return_type))
+
+    return result(like, types.float32 if isinstance(value, types.Float) else types.int32), codegen
 
 
 @intrinsic
 def ints(typingctx, value):
-    """One int32 in every lane."""
-
-    def codegen(context, builder, sig, args):
-        undefined = ir.Constant(_INT_BLOCK, ir.Undefined)
-        first = builder.insert_element(undefined, args[0], ir.Constant(_I32, 0))
-        return builder.shuffle_vector(first, undefined, _constant(_I32, 0))
-
-    return int_block_type(types.int32), codegen
+    """One int32 in 64 lanes."""
+    return int_block_type(types.int32), lambda context, builder, sig, args: _spread(
+        builder, args[0], int_block_type.vector
+    )
 
 
 @intrinsic
 def lane_numbers(typingctx):
-    return int_block_type(), lambda context, builder, sig, args: ir.Constant(_INT_BLOCK, list(range(LANES)))
+    return int_block_type(), lambda context, builder, sig, args: ir.Constant(int_block_type.vector, list(range(LANES)))
 
 
 @intrinsic
 def bits(typingctx, value):
-    """The bits of a block (or of one float32) as int32."""
-    many = isinstance(value, BlockType)
+    """The bits of floats (or of one float32) as int32."""
+    result = types.int32 if value == types.float32 else _PARTNERS[value][0]
 
     def codegen(context, builder, sig, args):
-        return builder.bitcast(args[0], _INT_BLOCK if many else _I32)
+        return builder.bitcast(args[0], context.get_value_type(sig.return_type))
 
-    return (int_block_type(block_type) if many else types.int32(types.float32)), codegen
+    return result(value), codegen
 
 
 @intrinsic
 def floats(typingctx, value):
     """The inverse of `bits`."""
-    many = isinstance(value, IntBlockType)
+    result = {integers: name for name, (integers, _) in _PARTNERS.items()}.get(value, types.float32)
 
     def codegen(context, builder, sig, args):
-        return builder.bitcast(args[0], _BLOCK if many else _F32)
+        return builder.bitcast(args[0], context.get_value_type(sig.return_type))
 
-    return (block_type(int_block_type) if many else types.float32(types.int32)), codegen
+    return result(value), codegen
 
 
 @intrinsic
 def choose(typingctx, mask, yes, no):
     """Lane by lane: `yes` where the mask is set, else `no`."""
-    return yes(mask_type, yes, yes), lambda context, builder, sig, args: builder.select(*args)
+    return yes(mask, yes, yes), lambda context, builder, sig, args: builder.select(*args)
 
 
 @intrinsic
@@ -538,7 +568,7 @@ def lanes_below(typingctx, count):
 
 @intrinsic
 def lane_bits(typingctx, mask):
-    """The mask as a uint64: lane i is bit i."""
+    """The mask of 64 lanes as a uint64: lane i is bit i."""
     return types.uint64(mask_type), lambda context, builder, sig, args: builder.bitcast(args[0], _I64)
 
 
@@ -547,7 +577,7 @@ def lowest_bit(typingctx, word):
     """The position of the lowest set bit of a uint64 that is not 0."""
 
     def codegen(context, builder, sig, args):
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+        return builder.cttz(args[0], ir.Constant(_BIT, 1))
 
     return types.int64(types.uint64), codegen
 
@@ -570,13 +600,28 @@ def store_ints(typingctx, pointer, offset, value):
 
 
 @intrinsic
+def store_zeros(typingctx, pointer, offset, value):
+    """`store` of a block of nothing but zeros of either sign, infinities and quiet NaNs: no rounding to do."""
+
+    def codegen(context, builder, sig, args):
+        kind = sig.args[0].kind
+        if kind == "bfloat16":
+            high = builder.lshr(builder.bitcast(args[2], int_block_type.vector), _number(int_block_type.vector, 16))
+            narrowed = builder.trunc(high, _vector(_I16))
+        else:
+            narrowed = _narrow(builder, kind, args[2])
+        builder.store(narrowed, _vector_address(builder, args[0], args[1], _STORAGE[kind]), align=1)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, block_type), codegen
+
+
+@intrinsic
 def square_root(typingctx, block):
     """Correctly rounded."""
 
     def codegen(context, builder, sig, args):
-        name = f"llvm.sqrt.v{LANES}f32"
-        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_BLOCK, [_BLOCK]), name)
-        return builder.call(function, args)
+        return builder.call(_function(builder, f"llvm.sqrt.v{LANES}f32", _BLOCK, _BLOCK), args)
 
     return block_type(block_type), codegen
 
@@ -593,8 +638,8 @@ def _halves(builder, value):
 
 @intrinsic
 def largest(typingctx, block):
-    """The largest of 64 lanes; floats without NaN."""
-    many = isinstance(block, IntBlockType)
+    """The largest lane; floats without NaN."""
+    many = isinstance(block, LanesType)
 
     def codegen(context, builder, sig, args):
         (value,) = args
@@ -628,6 +673,128 @@ def two_largest(typingctx, block):
         return context.make_tuple(builder, sig.return_type, pair)
 
     return types.UniTuple(types.int32, 2)(int_block_type), codegen
+
+
+def _mask_below(builder, count):
+    """The first `count` of eight lanes; all of them where count is larger."""
+    enough = builder.icmp_signed("<", count, ir.Constant(_I64, EIGHT))
+    return _first_lanes(builder, builder.select(enough, count, ir.Constant(_I64, EIGHT)), EIGHT)
+
+
+@intrinsic
+def load8(typingctx, pointer, offset, count):
+    """Eight elements, or the first `count`; missing floats are +0, missing integers -1, and are not read."""
+    result = int_eight_type if pointer == int32_ptr else eight_type
+
+    def codegen(context, builder, sig, args):
+        kind = sig.args[0].kind
+        element = _I16 if kind in ("bfloat16", "float16") else _STORAGE[kind]
+        vector = ir.VectorType(element, EIGHT)
+        address = _vector_address(builder, args[0], args[1], element, EIGHT)
+        mask = _mask_below(builder, args[2])
+        value = _masked_load(builder, address, mask, vector)
+        if kind == "int32":
+            return builder.select(mask, value, ir.Constant(vector, [-1] * EIGHT))
+        return _widen(builder, kind, builder.bitcast(value, ir.VectorType(_STORAGE[kind], EIGHT)))
+
+    return result(pointer, types.int64, types.int64), codegen
+
+
+@intrinsic
+def store8(typingctx, pointer, offset, value):
+    """Eight elements, narrowed."""
+
+    def codegen(context, builder, sig, args):
+        kind = sig.args[0].kind
+        narrowed = _narrow(builder, kind, args[2])
+        builder.store(narrowed, _vector_address(builder, args[0], args[1], _STORAGE[kind], EIGHT), align=1)
+        return context.get_dummy_value()
+
+    return types.void(pointer, types.int64, eight_type), codegen
+
+
+@intrinsic
+def inside8(typingctx, index, size):
+    """Where 0 <= index < size."""
+
+    def codegen(context, builder, sig, args):
+        limit = _spread(builder, builder.trunc(args[1], _I32), int_eight_type.vector)
+        return builder.icmp_unsigned("<", args[0], limit)
+
+    return mask_eight_type(int_eight_type, types.int64), codegen
+
+
+@intrinsic
+def gather8(typingctx, pointer, index, mask):
+    """The float32 elements at the indices; +0 where the mask is not set, and nothing is read there."""
+
+    def codegen(context, builder, sig, args):
+        pointer, index, mask = args
+        wide = builder.sext(index, ir.VectorType(_I64, EIGHT))
+        address = builder.add(
+            builder.mul(wide, ir.Constant(wide.type, [4] * EIGHT)), _spread(builder, pointer, wide.type)
+        )
+        addresses = builder.inttoptr(address, ir.VectorType(_F32.as_pointer(), EIGHT))
+        vector = eight_type.vector
+        function = _function(
+            builder, f"llvm.masked.gather.v{EIGHT}f32.v{EIGHT}p0", vector, addresses.type, _I32, mask.type, vector
+        )
+        return builder.call(function, [addresses, ir.Constant(_I32, 4), mask, ir.Constant(vector, None)])
+
+    return eight_type(float32_ptr, int_eight_type, mask_eight_type), codegen
+
+
+@intrinsic
+def scatter8(typingctx, pointer, index, mask, value, spare):
+    """Store the masked lanes, narrowed, at the indices, in order; the others go to one element at `spare`."""
+
+    def codegen(context, builder, sig, args):
+        pointer, index, mask, value, spare = args
+        kind = sig.args[0].kind
+        element = _STORAGE[kind]
+        wide = ir.VectorType(_I64, EIGHT)
+        size = _number(wide, context.get_abi_sizeof(element))
+        places = builder.add(builder.mul(builder.sext(index, wide), size), _spread(builder, pointer, wide))
+        places = builder.select(mask, places, _spread(builder, spare, wide))
+        narrowed = _narrow(builder, kind, value)
+        for i in range(EIGHT):
+            lane = ir.Constant(_I32, i)
+            address = builder.inttoptr(builder.extract_element(places, lane), element.as_pointer())
+            builder.store(builder.extract_element(narrowed, lane), address)
+        return context.get_dummy_value()
+
+    return types.void(pointer, int_eight_type, mask_eight_type, eight_type, float32_ptr), codegen
+
+
+@intrinsic
+def ordered_sum8(typingctx, start, value):
+    """start + lane 0 + lane 1 + …, one rounded addition after the other."""
+
+    def codegen(context, builder, sig, args):
+        total, value = args
+        for i in range(EIGHT):
+            total = builder.fadd(total, builder.extract_element(value, ir.Constant(_I32, i)))
+        return total
+
+    return types.float32(types.float32, eight_type), codegen
+
+
+@intrinsic
+def repeated8(typingctx, index, mask):
+    """Whether two of the masked lanes are equal."""
+
+    def codegen(context, builder, sig, args):
+        index, mask = args
+        undefined, nothing = ir.Constant(index.type, ir.Undefined), ir.Constant(mask.type, ir.Undefined)
+        found = ir.Constant(mask.type, None)
+        for turn in range(1, EIGHT // 2 + 1):
+            lanes = ir.Constant(int_eight_type.vector, [(i + turn) % EIGHT for i in range(EIGHT)])
+            equal = builder.icmp_signed("==", index, builder.shuffle_vector(index, undefined, lanes))
+            both = builder.and_(mask, builder.shuffle_vector(mask, nothing, lanes))
+            found = builder.or_(found, builder.and_(equal, both))
+        return builder.icmp_unsigned("!=", builder.bitcast(found, ir.IntType(EIGHT)), ir.Constant(ir.IntType(EIGHT), 0))
+
+    return types.boolean(int_eight_type, mask_eight_type), codegen
 
 
 @intrinsic(prefer_literal=True)

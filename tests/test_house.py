@@ -139,13 +139,13 @@ def test_both_implementations_offer_the_same(room: str) -> None:
 # ---------------------------------------------------------------------------- public names
 
 FUNCTIONS = (
-    "capacity_from_factor", "combine", "empty_cache", "gating_topk", "gating_topk_backward", "load_balancing_loss",
+    "balance_statistics", "capacity_from_factor", "combine", "empty_cache", "gating_topk", "gating_topk_backward", "load_balancing_loss",
     "memory_stats", "permute", "permute_backward", "permute_weights", "permute_weights_backward",
     "plan_from_expert_ids", "plan_from_routing_map", "plan_from_row_of_slot", "plan_from_segments",
     "plan_from_token_ids", "router_z_loss", "row_dots", "set_memory_pool", "slot_weights", "spread", "unpermute",
     "unpermute_backward", "update_expert_bias",
 )  # fmt: skip
-CLASSES = ("Gating", "RoutingPlan")
+CLASSES = ("BalanceStatistics", "Gating", "RoutingPlan")
 
 
 def test_public_names() -> None:
@@ -166,7 +166,7 @@ def test_public_names_have_an_example(name: str) -> None:
 
 
 def test_public_classes_and_the_layer_have_a_docstring() -> None:
-    for thing in (moeroute.Gating, nn.MoE, nn.Router, nn.Experts, nn.SwiGLU, nn.Routing, nn.grouped_linear):
+    for thing in (moeroute.Gating, moeroute.BalanceStatistics, nn.MoE, nn.Router, nn.Experts, nn.SwiGLU, nn.Routing, nn.grouped_linear):
         assert thing.__doc__
         assert not thing.__doc__.startswith(f"{thing.__name__}("), "a docstring that Python made up"
 

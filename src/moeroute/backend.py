@@ -94,13 +94,7 @@ def plain(*tensors: Tensor | None) -> bool:
     That is: nobody records (autograd, forward AD, functorch), nobody watches (dispatch and function
     modes, torch.compile) and all tensors are ordinary ones.
     """
-    if (
-        _compiling()
-        or forward_ad._current_level >= 0
-        or _transforms_active()
-        or _dispatch_depth()
-        or _function_depth()
-    ):
+    if _compiling() or forward_ad._current_level >= 0 or _transforms_active() or _dispatch_depth() or _function_depth():
         return False
     recording = _grad_enabled()
     for tensor in tensors:

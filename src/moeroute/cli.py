@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.set_defaults(run=_info)
 
     demo = commands.add_parser("demo", help="train a small Mixture-of-Experts language model on real text")
-    demo.add_argument("--steps", type=_positive, default=300, help="training steps of each run (default: 300)")
+    demo.add_argument("--steps", type=_positive, help="of each run (default: 300, fewer where they take too long)")
     demo.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
     demo.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of tokens and experts")
     demo.add_argument("--threads", type=_positive, help="default: torch's")

@@ -633,28 +633,28 @@ def run(
     order = {"seed": seed, "dtype": dtype, "threads": threads, "model": dataclasses.asdict(Model())}
     runs = {name: Run(name) for name in NAMES}
     begun = time.perf_counter()
+    status = 0
     try:
         _both(console, runs, order, steps, begun)
     except KeyboardInterrupt:
-        console.print(f"\n[bold]Interrupted[/] after {_progress_made(runs)}.")
-        _say_saved(console, folder, _save(folder, runs, order))
-        return 130
+        console.print(f"\n[bold]Interrupted[/] after {_progress_made(runs)}.", soft_wrap=True)
+        status = 130
     except _Ended as error:
         console.print(f"\n[bold red]{error}[/], after {_progress_made(runs)}.", soft_wrap=True)
-        _say_saved(console, folder, _save(folder, runs, order))
-        return 1
+        status = 1
+    saved: list[str] = []
     try:
-        saved = _save(folder, runs, order)
+        _save(folder, runs, order, saved)
     except KeyboardInterrupt:
-        complete = sorted(path.name for path in folder.iterdir())
-        console.print(f"\n[bold]Interrupted[/] while saving; complete in {folder}: {', '.join(complete) or 'nothing'}.")
-        return 130
-    _print_table(console, runs, order)
-    _print_verdict(console, runs, dtype)
-    _print_sample(console, runs["moeroute"])
-    console.print(f"Both runs and everything around them: {time.perf_counter() - begun:.0f} s.")
+        console.print("\n[bold]Interrupted[/] while saving.")
+        status = 130
+    if status == 0:
+        _print_table(console, runs, order)
+        _print_verdict(console, runs, dtype)
+        _print_sample(console, runs["moeroute"])
+        console.print(f"Both runs and everything around them: {time.perf_counter() - begun:.0f} s.")
     _say_saved(console, folder, saved)
-    return 0
+    return status
 
 
 def _both(console: Console, runs: dict[str, Run], order: dict[str, Any], asked: int | None, begun: float) -> None:
@@ -877,9 +877,8 @@ def _say_saved(console: Console, folder: Path, saved: list[str]) -> None:
 # ---------------------------------------------------------------------------------------------------
 
 
-def _save(folder: Path, runs: dict[str, Run], order: dict[str, Any]) -> list[str]:
-    """Everything that the runs so far allow; the names of the files."""
-    saved = []
+def _save(folder: Path, runs: dict[str, Run], order: dict[str, Any], saved: list[str]) -> None:
+    """Everything that the runs so far allow; `saved` gets the name of each file that is complete."""
     ours = runs["moeroute"]
 
     def save(name: str, content: Callable[[], bytes]) -> None:
@@ -892,7 +891,6 @@ def _save(folder: Path, runs: dict[str, Run], order: dict[str, Any]) -> list[str
         save("expert_load.png", lambda: _load_chart(ours))
     if ours.sample:
         save("sample.txt", ours.sample.encode)
-    return saved
 
 
 def _write_whole(path: Path, content: bytes) -> None:

@@ -141,6 +141,10 @@ torch.library.register_autograd(
 )
 
 
+def _autocast_is_on(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int]) -> Tensor:
     """One linear map per expert over contiguous segments: ``out[segment e] = rows[segment e] @ weight[e].T``.
 
@@ -180,7 +184,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int]) 
     if sizes.ndim != 1 or sizes.shape[0] != weight.shape[0]:
         raise check.wrong_shape(operator, "sizes", f"[E] with E = {weight.shape[0]}, as weight", sizes)
     device = rows.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if _autocast_is_on(device):
         autocast = torch.get_autocast_dtype(device)
         rows, weight = (t if t.dtype == torch.float64 else t.to(autocast) for t in (rows, weight))
     if weight.dtype != rows.dtype:
@@ -331,9 +335,9 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor, expert_ids: Tensor | None = None) -> tuple[Gating, Tensor]:
         """[T, hidden] to the choice and the float32 logits [T, E]; with ``expert_ids`` these are used (replay)."""
-        device = tokens.device.type
         wide = torch.float64 if tokens.dtype == torch.float64 else torch.float32
-        if torch.amp.is_autocast_available(device):
+        device = tokens.device.type
+        if _autocast_is_on(device):
             with torch.autocast(device, enabled=False):
                 logits = F.linear(tokens.to(wide), self.weight.to(wide))
         else:

@@ -80,7 +80,18 @@ def balance_statistics(scores: Tensor, expert_ids: Tensor, *, padding_mask: Tens
         expert_ids: [T, K], any integer dtype; an id below 0 or >= E is an empty slot and counts nowhere.
         padding_mask: [T] bool, True = padding.
 
-    Memory is linear in T * (E + K); nothing of size T * K * E is built.
+    Memory is linear in T * (E + K); nothing of size T * K * E is built. Sums of shards add up to the whole:
+
+    >>> import torch, moeroute
+    >>> scores, ids = torch.tensor([[0.75, 0.25], [0.5, 0.5]]), torch.tensor([[0], [1]])
+    >>> whole = moeroute.balance_statistics(scores, ids)
+    >>> whole.score_sum, whole.tokens_per_expert, whole.num_tokens
+    (tensor([1.2500, 0.7500]), tensor([1, 1]), tensor(2))
+    >>> shards = [moeroute.balance_statistics(scores[i : i + 1], ids[i : i + 1]) for i in range(2)]
+    >>> sum(shards[1:], shards[0]).loss() == whole.loss()
+    tensor(True)
+
+    Equivalent torch: ``scores.sum(0), torch.bincount(expert_ids.flatten(), minlength=E), len(scores)``.
     """
     return _statistics("balance_statistics", scores, expert_ids, padding_mask)
 

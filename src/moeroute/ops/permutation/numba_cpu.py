@@ -41,6 +41,8 @@ ZERO = np.float32(0)
 STREAM_BYTES = 4 << 20
 
 CPU = torch.device("cpu")
+SMALL = memory.SMALLEST // 8  # elements that the pool does not care for, whatever their dtype
+empty = torch.empty
 
 
 # ---------------------------------------------------------------------------- kernels: slots of a token
@@ -621,11 +623,11 @@ def _rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 def _target(out: Tensor | None, rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, int]:
     """Where a kernel writes, and the distance of its rows: `out`, or a fresh tensor where its strides do not serve."""
-    if out is not None and (out.stride(1) == 1 or columns <= 1):
-        return out, out.stride(0)
-    if rows * columns * dtype.itemsize < memory.SMALLEST:
-        return torch.empty(rows, columns, dtype=dtype, device=CPU), columns  # 0.4 µs less than the pool's way here
-    return memory.empty((rows, columns), dtype), columns
+    if out is None or (out.stride(1) != 1 and columns > 1):
+        if rows * columns <= SMALL:
+            return empty(rows, columns, dtype=dtype, device=CPU), columns  # 0.4 µs less than the pool's way here
+        return memory.empty((rows, columns), dtype), columns
+    return out, out.stride(0)
 
 
 def _vector(out: Tensor | None, size: int, dtype: torch.dtype) -> Tensor:
@@ -652,6 +654,8 @@ def _aligned(address: int, stride_bytes: int) -> bool:
 
 def _float_weights(weights: Tensor) -> Tensor:
     """Slot by slot, in float32: an exact widening of a small tensor spares a kernel for each mixture of dtypes."""
+    if weights.dtype is torch.float32 and weights.is_contiguous():
+        return weights
     return weights.float().contiguous()
 
 
@@ -688,18 +692,16 @@ def combine(
             stride, rows_stride, init_stride,
         )  # fmt: skip
     elif weights is None:
-        _combine(
-            dtype, num_tokens, work,
+        _combine.run(dtype, work, (
             address, rows.data_ptr(), row_of_slot.data_ptr(), offsets, topk, num_slots, num_rows, hidden, stride,
-            rows_stride, streaming,
-        )  # fmt: skip
+            rows_stride, streaming, 0, num_tokens,
+        ))  # fmt: skip
     else:
         weights = _float_weights(weights)
-        _combine_weighted(
-            dtype, num_tokens, work,
+        _combine_weighted.run(dtype, work, (
             address, rows.data_ptr(), weights.data_ptr(), row_of_slot.data_ptr(), offsets, topk, num_slots, num_rows,
-            hidden, stride, rows_stride, streaming,
-        )  # fmt: skip
+            hidden, stride, rows_stride, streaming, 0, num_tokens,
+        ))  # fmt: skip
     return target if out is None else _finish(target, out)
 
 
@@ -723,18 +725,16 @@ def spread(
     streaming = num_rows * hidden * size >= STREAM_BYTES and _aligned(address, stride * size)
     work = (num_rows + num_tokens) * hidden * size
     if weights is None:
-        _spread(
-            "bytes", num_tokens or 1, work,
+        _spread.run("bytes", work, (
             address, x.data_ptr(), row_of_slot.data_ptr(), slot_of_row.data_ptr(), offsets, topk, num_slots, num_rows,
-            num_tokens, hidden * size, stride * size, x_stride * size, streaming,
-        )  # fmt: skip
+            num_tokens, hidden * size, stride * size, x_stride * size, streaming, 0, num_tokens or 1,
+        ))  # fmt: skip
     else:
         weights = _float_weights(weights)
-        _spread_weighted(
-            dtype, num_tokens or 1, work,
+        _spread_weighted.run(dtype, work, (
             address, address, x.data_ptr(), weights.data_ptr(), row_of_slot.data_ptr(), slot_of_row.data_ptr(), offsets,
-            topk, num_slots, num_rows, num_tokens, hidden, size, stride, x_stride, streaming,
-        )  # fmt: skip
+            topk, num_slots, num_rows, num_tokens, hidden, size, stride, x_stride, streaming, 0, num_tokens or 1,
+        ))  # fmt: skip
     return target if out is None else _finish(target, out)
 
 

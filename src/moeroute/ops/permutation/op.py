@@ -278,12 +278,14 @@ def _check_partner(operator: str, argument: str, tensor: Any, name: str, other: 
 def _check_weights_kind(operator: str, weights: Any, rows_name: str, rows: Tensor | None, plan: RoutingPlan) -> None:
     if not isinstance(weights, Tensor):
         raise check.wrong_type(operator, "weights", "a torch.Tensor", weights)
-    if weights.dtype not in FLOATS:
+    dtype = weights.dtype
+    if dtype not in FLOATS:
         raise check.wrong_dtype(operator, "weights", "float16, bfloat16, float32 or float64", weights)
     if rows is not None:
-        if rows.dtype not in FLOATS:
+        other = rows.dtype
+        if other not in FLOATS:
             raise check.wrong_dtype(operator, rows_name, "floating with weights", rows)
-        if (weights.dtype is torch.float64) != (rows.dtype is torch.float64):
+        if dtype is not other and (dtype is torch.float64 or other is torch.float64):
             raise check.wrong_dtype(operator, "weights", f"float64 with float64 {rows_name} and only then", weights)
     if weights.device != plan.row_of_slot.device:
         raise check.wrong_value(operator, "weights", f"on {plan.row_of_slot.device}, as the plan", weights.device)
@@ -298,6 +300,8 @@ def _check_slot_weights(operator: str, weights: Any, rows_name: str, rows: Tenso
 def _check_plan_weights(operator: str, argument: str, weights: Tensor, plan: RoutingPlan) -> None:
     """[T, E] where the plan has expert_of_slot, else [T, K], else (tokens with different numbers) [S]."""
     shape = weights.shape
+    if plan.expert_of_slot is None and shape == (plan.num_tokens, plan.topk):
+        return
     if plan.expert_of_slot is not None:
         if weights.ndim != 2 or shape[0] != plan.num_tokens or plan.num_experts not in (None, shape[1]):
             experts = "" if plan.num_experts is None else f" and E = {plan.num_experts}"

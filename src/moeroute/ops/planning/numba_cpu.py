@@ -17,6 +17,7 @@ from moeroute.ops.simd import POINTER, float32_ptr, int32_ptr, int64_ptr, is_nul
 LARGEST = 2**31 - 1
 SLOT_WORK = 2  # a slot costs as much as moving two bytes: threads pay from 65,536 slots on
 NONE = np.int32(-1)
+empty, INT32, INT64 = torch.empty, torch.int32, torch.int64
 CPU = torch.device("cpu")  # said every time: torch.set_default_device must not move our tables
 
 # ---------------------------------------------------------------------------- kernels: counting sort
@@ -640,14 +641,16 @@ def _assign_rows(
     if SLOT_WORK * (num_slots + limit) >= SERIAL_WORK or (padded and num_rows is None):
         return _count_up(ids, first_expert, last_expert, capacity, segment, align, num_rows)[:4]
     experts = last_expert - first_expert
-    row_of_slot = torch.empty(num_slots, dtype=torch.int32, device=CPU)
-    slot_of_row = torch.empty(limit, dtype=torch.int32, device=CPU)
-    tokens = torch.empty(experts, dtype=torch.int64, device=CPU)
-    rows = torch.empty(experts, dtype=torch.int64, device=CPU) if padded else None
-    total = _plan_serial(
-        ids.dtype, num_slots, 0, row_of_slot.data_ptr(), slot_of_row.data_ptr(), tokens.data_ptr(), _address(rows),
-        ids.data_ptr(), first_expert, last_expert, _given(capacity), _given(segment), align, limit,
-    )  # fmt: skip
+    row_of_slot = empty(num_slots, dtype=INT32, device=CPU)
+    slot_of_row = empty(limit, dtype=INT32, device=CPU)
+    tokens = empty(experts, dtype=INT64, device=CPU)
+    rows = empty(experts, dtype=INT64, device=CPU) if padded else None
+    total = _plan_serial.run(ids.dtype, 0, (
+        row_of_slot.data_ptr(), slot_of_row.data_ptr(), tokens.data_ptr(),
+        0 if rows is None else rows.data_ptr(), ids.data_ptr(), first_expert, last_expert,
+        -1 if capacity is None else capacity, -1 if segment is None else segment, align, limit,
+        0, num_slots,
+    ))  # fmt: skip
     if num_rows is None and total < num_slots:
         slot_of_row = slot_of_row[:total].clone()
     return row_of_slot, slot_of_row, tokens, rows

@@ -29,6 +29,8 @@ _INDEX_DTYPE = {
 _MAP_DTYPES = frozenset((torch.bool, torch.int8, torch.uint8))
 _WEIGHT_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 DROPS = ("position", "weight")
+NOTHING = (None, None, None)
+USUAL = ("position", False, 1, False)
 
 # ---------------------------------------------------------------------------- the plan
 
@@ -303,6 +305,14 @@ def _ids_options(
     num_experts: Any, expert_range: Any, capacity: Any, drop: Any, pad: Any, align: Any, num_rows: Any, check: Any
 ) -> tuple[int, int, int | None, int | None]:
     """Checks of all that is no tensor; the experts [first, last), their segment and R where they are known."""
+    if (
+        type(num_experts) is int
+        and 0 <= num_experts <= LARGEST
+        and (expert_range, capacity, num_rows) == NOTHING
+        and (drop, pad, align, check) == USUAL
+        and type(align) is int
+    ):
+        return 0, num_experts, None, None  # the way of one token: 0.2 µs instead of 0.5
     operator = "plan_from_expert_ids"
     num_rows = _optional_integer(operator, "num_rows", num_rows)
     checks.integer(operator, "align", align, 1, LARGEST)

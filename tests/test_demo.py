@@ -225,6 +225,26 @@ def test_a_killed_training_process_saves_what_was_heard(
     assert "killed by SIGKILL (out of memory?), after 2 steps of moeroute" in shown
 
 
+def test_steps_are_cut_to_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for seconds, steps in ((0.1, demo.STEPS), (0.5, 95), (60.0, demo.TURN)):
+        runs = {name: demo.Run(name, warm={"step_seconds": seconds}) for name in demo.NAMES}
+        assert demo._steps_that_fit(runs, 95.0) == steps
+    monkeypatch.setattr(demo, "_Process", Pretender)
+    monkeypatch.setattr(demo, "SECONDS", 0.0)
+    assert demo.run(out=tmp_path / "cut") == 0
+    shown = capfd.readouterr().out
+    assert "This machine is slow for 300 steps in two minutes: 10 steps instead" in shown
+    # Fast while it was measured, then slow: both runs end at the same step.
+    monkeypatch.setattr(demo, "_steps_that_fit", lambda runs, seconds: 30)
+    assert demo.run(out=tmp_path / "slower") == 0
+    assert "no time for more than 10 of 30 steps" in capfd.readouterr().out
+    # Steps that were asked for are kept.
+    assert demo.run(steps=30, out=tmp_path / "asked") == 0
+    assert "time" not in capfd.readouterr().out.split("loss, first step")[0]
+
+
 def test_verdict_can_be_no() -> None:
     def made(name: str, losses: list[float], weights: str = "same") -> demo.Run:
         validation = [(len(losses), losses[-1])]
@@ -233,7 +253,7 @@ def test_verdict_can_be_no() -> None:
     ours = made("moeroute", [5.5, 3.0])
     alike, numbers = demo._verdict({"moeroute": ours, "plain": made("plain", [5.5, 3.02])}, "float32")
     assert alike
-    assert "0.66% at the end" in numbers
+    assert "0.0200 (0.66%) at the end" in numbers
     for other in (made("plain", [5.5, 3.04]), made("plain", [5.6, 3.0]), made("plain", [5.5, 3.0], "other")):
         alike, _ = demo._verdict({"moeroute": ours, "plain": other}, "float32")
         assert not alike

@@ -669,9 +669,10 @@ def _both(console: Console, runs: dict[str, Run], order: dict[str, Any], asked: 
     )
     model = Model(**order["model"])
     with contextlib.ExitStack() as stack:
-        processes = {name: _Process({**order, "run": name}) for name in runs}
-        for process in processes.values():
-            stack.callback(process.close)
+        processes = {}
+        for name in runs:
+            processes[name] = _Process({**order, "run": name})
+            stack.callback(processes[name].close)
         progress = stack.enter_context(Progress(*columns, console=console, disable=not console.is_terminal))
         tasks = {name: progress.add_task(NAMES[name], total=None, state="starts, compiles") for name in runs}
 
@@ -835,12 +836,13 @@ def _verdict(runs: dict[str, Run], dtype: str) -> tuple[bool, str]:
     ours, plain = runs["moeroute"], runs["plain"]
     same_start = ours.ready["initial_weights"] == plain.ready["initial_weights"]
     first = abs(ours.losses[0] - plain.losses[0])
-    final = abs(ours.final_loss() - plain.final_loss()) / plain.final_loss()
-    alike = same_start and first <= FIRST_LOSS_APART[dtype] and final <= ALIKE
+    final = abs(ours.final_loss() - plain.final_loss())
     held_out = abs(ours.validation[-1][1] - plain.validation[-1][1])
+    share = final / plain.final_loss()
+    alike = same_start and first <= FIRST_LOSS_APART[dtype] and share <= ALIKE
     numbers = (
-        f"losses {first:.1e} apart at the first step and {final:.2%} at the end (held out: {held_out:.4f});"
-        f" alike means {FIRST_LOSS_APART[dtype]:.0e} and {ALIKE:.0%} at most"
+        f"losses {first:.1e} apart at the first step, {final:.4f} ({share:.2%}) at the end, {held_out:.4f} on"
+        f" held-out text; alike means at most {FIRST_LOSS_APART[dtype]:.0e} at first and {ALIKE:.0%} at the end"
         + ("" if same_start else "; and they did not start from the same weights")
     )
     return alike, numbers

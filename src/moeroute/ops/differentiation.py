@@ -24,28 +24,47 @@ def differentiable(
     name: str,
     derivative: Callable[..., Any],
     setup: Callable[..., None],
+    *,
     linear_in: Sequence[int] = (),
+    tangent: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Register the derivative of `moeroute::<name>`; returns what verbs and derivatives are to call.
 
-    `linear_in`: the positions of the arguments in each of which the operator is linear. From them
-    follows the forward mode; without them it raises.
+    Forward mode follows from `linear_in`, the positions of the arguments in each of which the operator is
+    linear, or is `tangent(ctx, inputs, outputs, tangents)`; with neither it raises. vmap loops.
     """
     overload = getattr(torch.ops.moeroute, name).default
     torch.library.register_autograd(f"moeroute::{name}", derivative, setup_context=setup)
 
+    def one_by_one(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
+        runs = [
+            overload(*(x if d is None else x.select(d, i) for x, d in zip(inputs, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(runs[0], tuple):
+            return tuple(torch.stack(parts) for parts in zip(*runs, strict=True)), (0,) * len(runs[0])
+        return torch.stack(runs), 0
+
+    torch.library.register_vmap(f"moeroute::{name}", one_by_one)
+
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         setup(ctx, inputs, output)
-        ctx.save_for_forward(*(i if isinstance(i, Tensor) else None for i in inputs))
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
+        ctx.save_for_forward(*(i if isinstance(i, Tensor) else None for i in inputs), *outputs)
         ctx.others = [None if isinstance(i, Tensor) else i for i in inputs]
 
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
-        primals = [o if t is None else t for t, o in zip(ctx.saved_tensors, ctx.others, strict=True)]
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        count = len(ctx.others)
+        tensors, outputs = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+        inputs = [other if t is None else t for t, other in zip(tensors, ctx.others, strict=True)]
+        if tangent is not None:
+            return tangent(ctx, inputs, outputs, tangents)
         total: Tensor | None = None
         for position in linear_in:
-            tangent = tangents[position]
-            if tangent is not None:
-                term = call(*primals[:position], tangent, *primals[position + 1 :])
+            move = tangents[position]
+            if move is not None:
+                term = call(*inputs[:position], move, *inputs[position + 1 :])
                 total = term if total is None else total + term
         return total
 
@@ -55,7 +74,7 @@ def differentiable(
         "backward": staticmethod(derivative),
         "generate_vmap_rule": True,
     }
-    if linear_in:
+    if linear_in or tangent is not None:
         members["jvp"] = staticmethod(jvp)
     function = type(name, (torch.autograd.Function,), members)
 

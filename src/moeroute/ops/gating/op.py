@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from moeroute import backend as backends
 from moeroute import check
+from moeroute.ops.differentiation import differentiable
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (
@@ -51,9 +51,6 @@ LIBRARY.define(
     "gating_topk_backward(Tensor scores, Tensor grad_weights, Tensor expert_ids, Tensor? grad_scores, str score, "
     "bool renormalize, float scaling_factor, float eps, ScalarType out_dtype, str? backend) -> Tensor"
 )
-
-_gating_topk = torch.ops.moeroute.gating_topk.default
-_gating_topk_backward = torch.ops.moeroute.gating_topk_backward.default
 
 
 _module = partial(backends.implementation, "gating")
@@ -109,7 +106,7 @@ def _gating_topk_derivative(
     if grad_weights is not None or grad_scores is not None:
         if grad_weights is None:
             grad_weights = scores.new_zeros(expert_ids.shape, dtype=ctx.weights_dtype)
-        grad_logits = _call_backward(
+        grad_logits = _gating_topk_backward(
             scores, grad_weights, expert_ids, grad_scores, *ctx.options, ctx.logits_dtype, ctx.backend
         )
     return (grad_logits, *(None,) * 12)
@@ -152,120 +149,38 @@ def _float64_backward(expert_ids: Tensor, options: tuple[Any, ...]) -> Any:
     return backward
 
 
-for _name, _derivative, _setup in (
-    ("gating_topk", _gating_topk_derivative, _gating_topk_setup),
-    ("gating_topk_backward", _gating_topk_backward_derivative, _gating_topk_backward_setup),
-):
-    torch.library.register_autograd(f"moeroute::{_name}", _derivative, setup_context=_setup)
+def _gating_topk_tangent(ctx: Any, inputs: list[Any], outputs: tuple[Tensor, ...], tangents: tuple[Any, ...]) -> Any:
+    _, expert_ids, scores = outputs
+    if tangents[0] is None:
+        return None, None, None
+    # The backward is linear in the gradients; its transpose maps tangents of logits to tangents of results.
+    zeros = scores.new_zeros(expert_ids.shape, dtype=ctx.weights_dtype), torch.zeros_like(scores)
+    backward = _float64_backward(expert_ids, ctx.options)
+    pullback = torch.func.vjp(lambda *grads: backward(scores, *grads), *zeros)[1]
+    weights_tangent, scores_tangent = pullback(tangents[0].double())
+    return weights_tangent, None, scores_tangent
 
 
-# ---------------------------------------------------------------------------- transforms
-#
-# Under forward-mode AD a registered operator drops tangents without a word, and torch.func refuses its
-# registered derivative. There the verbs go through these two, which know everything.
+def _gating_topk_backward_tangent(
+    ctx: Any, inputs: list[Any], outputs: tuple[Tensor, ...], tangents: tuple[Any, ...]
+) -> Any:
+    pairs = [(inputs[i], tangents[i]) for i in (0, 1, 3) if inputs[i] is not None]  # all but the expert ids
+    primals = tuple(x for x, _ in pairs)
+    moves = tuple(torch.zeros_like(x) if move is None else move for x, move in pairs)
+    backward = _float64_backward(inputs[2], ctx.options)
+    # Dual levels do not nest, so no torch.func.jvp here: the transpose of the transpose.
+    zero = torch.zeros_like(inputs[0], dtype=torch.float64)
+    pushforward = torch.func.vjp(lambda grad: torch.func.vjp(backward, *primals)[1](grad), zero)[1]
+    return pushforward(moves)[0].to(ctx.out_dtype)
 
 
-class GatingTopk(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return _gating_topk(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _gating_topk_setup(ctx, inputs, output)
-        ctx.save_for_forward(output[2], output[1])
-        ctx.mark_non_differentiable(output[1])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return _gating_topk_derivative(ctx, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor | None, *_: Any) -> Any:
-        scores, expert_ids = ctx.saved_tensors
-        if tangent is None:
-            return None, None, None
-        # The backward is linear in the gradients; its transpose maps tangents of logits to tangents of results.
-        zeros = scores.new_zeros(expert_ids.shape, dtype=ctx.weights_dtype), torch.zeros_like(scores)
-        backward = _float64_backward(expert_ids, ctx.options)
-        pullback = torch.func.vjp(lambda *grads: backward(scores, *grads), *zeros)[1]
-        weights_tangent, scores_tangent = pullback(tangent.double())
-        return weights_tangent, None, scores_tangent
-
-
-class GatingTopkBackward(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return _gating_topk_backward(*inputs)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _gating_topk_backward_setup(ctx, inputs, output)
-        ctx.save_for_forward(*inputs[:4])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _gating_topk_backward_derivative(ctx, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        scores, grad_weights, expert_ids, grad_scores = ctx.saved_tensors
-        pairs = ((scores, tangents[0]), (grad_weights, tangents[1]), (grad_scores, tangents[3]))
-        primals = tuple(x for x, _ in pairs if x is not None)
-        moves = tuple(torch.zeros_like(x) if move is None else move for x, move in pairs if x is not None)
-        backward = _float64_backward(expert_ids, ctx.options)
-        # Dual levels do not nest, so no torch.func.jvp here: the transpose of the transpose.
-        zero = torch.zeros_like(scores, dtype=torch.float64)
-        pushforward = torch.func.vjp(lambda grad: torch.func.vjp(backward, *primals)[1](grad), zero)[1]
-        return pushforward(moves)[0].to(ctx.out_dtype)
-
-
-def _transforming() -> bool:
-    return not torch.compiler.is_compiling() and (
-        forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-    )
-
-
-def _call_forward(*inputs: Any) -> Any:
-    return GatingTopk.apply(*inputs) if _transforming() else _gating_topk(*inputs)
-
-
-def _call_backward(*inputs: Any) -> Any:
-    return GatingTopkBackward.apply(*inputs) if _transforming() else _gating_topk_backward(*inputs)
-
-
-def _batched(operator: Any, rows_at: tuple[int, ...], results: int) -> Any:
-    """A batching rule: the batch becomes more rows, or, where something else is batched too, a loop."""
-
-    def rule(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
-        size = info.batch_size
-        arguments = [x if d is None else x.movedim(d, 0) for x, d in zip(inputs, in_dims, strict=True)]
-        if all(d is None or i in rows_at for i, d in enumerate(in_dims)):
-            for i in rows_at:
-                if arguments[i] is not None:
-                    if in_dims[i] is None:
-                        arguments[i] = arguments[i].expand(size, *arguments[i].shape)
-                    arguments[i] = arguments[i].flatten(0, 1)
-            found = operator(*arguments)
-            found = (found,) if results == 1 else found
-            split = tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in found)
-        else:
-            runs = [
-                operator(*(x if d is None else x[b] for x, d in zip(arguments, in_dims, strict=True)))
-                for b in range(size)
-            ]
-            split = tuple(torch.stack(part) for part in (zip(*runs, strict=True) if results > 1 else (runs,)))
-        return (split[0], 0) if results == 1 else (split, (0,) * results)
-
-    return rule
-
-
-torch.library.register_vmap("moeroute::gating_topk", _batched(_gating_topk, (0, 2), 3))
-torch.library.register_vmap("moeroute::gating_topk_backward", _batched(_gating_topk_backward, (0, 1, 2, 3), 1))
+_gating_topk = differentiable("gating_topk", _gating_topk_derivative, _gating_topk_setup, tangent=_gating_topk_tangent)
+_gating_topk_backward = differentiable(
+    "gating_topk_backward",
+    _gating_topk_backward_derivative,
+    _gating_topk_backward_setup,
+    tangent=_gating_topk_backward_tangent,
+)
 
 
 # ---------------------------------------------------------------------------- checks
@@ -465,7 +380,7 @@ def gating_topk(
             weights_dtype, out,
         )  # fmt: skip
     else:
-        found = _call_forward(
+        found = _gating_topk(
             logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
             weights_dtype, backend,
         )  # fmt: skip
@@ -542,7 +457,7 @@ def gating_topk_backward(
             scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, out
         )
     else:
-        gradient = _call_backward(
+        gradient = _gating_topk_backward(
             scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, backend
         )
     return gradient

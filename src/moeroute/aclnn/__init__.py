@@ -1,0 +1,1 @@
+"""The two-phase aclnn interface on torch tensors and NumPy arrays."""

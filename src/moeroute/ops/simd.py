@@ -31,9 +31,12 @@ ALIGNMENT = 64  # bytes a streaming store needs: a cache line, one AVX-512 regis
 COPY_BYTES = 256  # bytes of one `copy`
 
 # Numba's on-disk cache notices a change in the kernel's own file only. The pointer types carry this
-# fingerprint in their names, so a change here changes every kernel's signature.
+# fingerprint in their names, so a change in what kernels are made of changes every kernel's signature.
 FINGERPRINT = hashlib.sha256(
-    Path(__file__).read_bytes() + numba.__version__.encode() + llvmlite.__version__.encode()
+    Path(__file__).read_bytes()
+    + Path(__file__).with_name("rows.py").read_bytes()
+    + numba.__version__.encode()
+    + llvmlite.__version__.encode()
 ).hexdigest()[:12]
 
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moeroute import memory
 from moeroute.ops.launch import Kernel, kernel, parallel_kernel
+from moeroute.ops.rows import dot_row, put, some
 from moeroute.ops.simd import (
     EIGHT,
     LANES,
@@ -86,22 +87,6 @@ SIGN_SHIFT, ONE_BIT, BIAS, MANTISSA = map(np.int32, (31, 1, 127, 23))
 
 
 # ---------------------------------------------------------------------------- kernels: rows, elementary functions
-
-
-@kernel
-def some(pointer, offset, count):
-    """A block, or its first `count` elements."""
-    if count == LANES:
-        return load(pointer, offset)
-    return load_tail(pointer, offset, count)
-
-
-@kernel
-def put(pointer, offset, block, count):
-    if count == LANES:
-        store(pointer, offset, block)
-    else:
-        store_tail(pointer, offset, block, count)
 
 
 @kernel
@@ -446,25 +431,6 @@ def backward_row(out, scores, grad_scores, ids, grad, spare, score, gamma, num_e
 
 
 @kernel
-def dot_row(x, y, num_experts):
-    """256 partial sums of the products, then neighbours."""
-    p0, p1, p2, p3 = zeros(), zeros(), zeros(), zeros()
-    for j in range(0, num_experts, LANES):
-        count = min(LANES, num_experts - j)
-        product = some(x, j, count) * some(y, j, count)
-        part = (j // LANES) % 4
-        if part == 0:
-            p0 = p0 + product
-        elif part == 1:
-            p1 = p1 + product
-        elif part == 2:
-            p2 = p2 + product
-        else:
-            p3 = p3 + product
-    return (pairwise(p0) + pairwise(p1)) + (pairwise(p2) + pairwise(p3))
-
-
-@kernel
 def load_gradients8(source, dtype, offset, count):
     if dtype == FLOAT32:
         return load8(source, offset, count)
@@ -565,7 +531,7 @@ def backward_body(
         offset = t * grad_weights_stride
         gamma, done, dot = ZERO, False, ZERO
         if score == SOFTMAX and not is_null(grad_scores):
-            dot = dot_row(score_row, extra, num_experts)
+            dot = dot_row(score_row, 0, extra, 0, score_row, -1, num_experts)
         if k <= EIGHT and score != TOPK_SOFTMAX:
             g = load_gradients8(grad_weights, grad_weights_dtype, offset, k)
             gamma, done = eight_slots(

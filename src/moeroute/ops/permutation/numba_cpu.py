@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moeroute import memory
 from moeroute.ops.launch import FLOATS, Kernel, kernel, parallel_kernel
+from moeroute.ops.rows import dot_row, put, some
 from moeroute.ops.simd import (
     ALIGNMENT,
     COPY_BYTES,
@@ -160,14 +161,6 @@ def combine_weighted_parallel(
 
 
 @kernel
-def some(pointer, offset, count):
-    """A block, or its first `count` elements."""
-    if count == LANES:
-        return load(pointer, offset)
-    return load_tail(pointer, offset, count)
-
-
-@kernel
 def combine_biased_body(
     out, rows, weights, init, bias, row_of_slot, expert_of_slot, slot_offsets, topk, num_slots, num_rows, num_experts,
     hidden, out_stride, rows_stride, init_stride, lo, hi,
@@ -199,7 +192,7 @@ def combine_biased_body(
                     if not is_null(weights):
                         term = splat(w) * term
                     total = total + term
-            store_tail(out, t * out_stride + h, total, count)
+            put(out, t * out_stride + h, total, count)
 
 
 @parallel_kernel
@@ -332,28 +325,6 @@ def spread_weighted_parallel(
 
 
 @kernel
-def dot_row(y, y_offset, x, x_offset, bias, bias_offset, hidden):
-    """256 partial sums, then neighbours. A bias (offset >= 0) is added to y first."""
-    p0, p1, p2, p3 = zeros(), zeros(), zeros(), zeros()
-    for h in range(0, hidden, LANES):
-        count = min(LANES, hidden - h)
-        left = some(y, y_offset + h, count)
-        if bias_offset >= 0:
-            left = left + some(bias, bias_offset + h, count)
-        product = left * some(x, x_offset + h, count)
-        part = (h // LANES) % 4
-        if part == 0:
-            p0 = p0 + product
-        elif part == 1:
-            p1 = p1 + product
-        elif part == 2:
-            p2 = p2 + product
-        else:
-            p3 = p3 + product
-    return (pairwise(p0) + pairwise(p1)) + (pairwise(p2) + pairwise(p3))
-
-
-@kernel
 def zero_unused_slots(dots, slot_offsets, topk, num_slots, num_tokens, lo):
     """Zeros in the slots that no token owns; the chunk that has token 0 does it."""
     if lo == 0:
@@ -423,7 +394,7 @@ def scale_dot_row(out, out_offset, x, x_offset, y, y_offset, weight, hidden, str
         count = min(LANES, hidden - h)
         xh = some(x, x_offset + h, count)
         product = some(y, y_offset + h, count) * xh
-        store_tail(out, out_offset + h, w * xh, count)
+        put(out, out_offset + h, w * xh, count)
         part = (h - whole) // LANES
         if part == 0:
             p0 = p0 + product

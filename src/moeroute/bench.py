@@ -112,11 +112,12 @@ def extra_memory() -> dict[str, Any] | None:
 
     def step() -> int:
         rows = moeroute.permute(tokens, plan)
-        rows.retain_grad()
+        kept = [rows]
+        rows.register_hook(kept.append)  # retain_grad would copy it
         output = moeroute.unpermute(rows, plan, weights)
         output.backward(seed)
-        kept = [rows, output, tokens.grad, weights.grad, rows.grad]
-        return sum(t.nbytes for t in kept if t is not None)
+        kept += [output, *(t.grad for t in (tokens, weights) if t.grad is not None)]
+        return sum(t.nbytes for t in kept)
 
     def clear() -> None:
         tokens.grad = weights.grad = None

@@ -1,4 +1,4 @@
-"""`moeroute info | demo | verify | bench`."""
+"""`moeroute info | demo | verify | bench | aclnn`."""
 
 import argparse
 import importlib.metadata
@@ -47,6 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument("--out", type=Path, default=Path("out"), help="folder for JSON and chart (default: out)")
     bench.add_argument("--check", action="store_true", help="exit with 1 where a promised bound does not hold")
     bench.set_defaults(run=_bench)
+
+    aclnn = commands.add_parser("aclnn", help="the aclnn interface as a C library")
+    aclnn_commands = aclnn.add_subparsers(dest="aclnn_command", required=True, metavar="command")
+    build = aclnn_commands.add_parser("build", help="write headers and shared libraries for C and C++ programs")
+    build.add_argument("--prefix", type=Path, default=Path("build/aclnn"), help="folder (default: build/aclnn)")
+    build.set_defaults(run=_aclnn_build)
 
     chosen = parser.parse_args(arguments)
     try:
@@ -200,3 +206,16 @@ def _bench(chosen: argparse.Namespace) -> int:
     for miss in missed:
         print(f"below its bound: {miss}")
     return 1 if missed and chosen.check else 0
+
+
+# ---------------------------------------------------------------------------- aclnn
+
+
+def _aclnn_build(chosen: argparse.Namespace) -> int:
+    from moeroute.aclnn.library import build
+
+    files = build.build(chosen.prefix)
+    where = chosen.prefix.resolve()
+    print(f"written: {len(files)} files under {where}")
+    print(f"use: g++ PROGRAM.cpp -I{where}/include -L{where}/lib -Wl,-rpath,{where}/lib -lascendcl -lnnopbase -lopapi")
+    return 0

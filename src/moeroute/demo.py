@@ -721,8 +721,8 @@ class _Process:
         package_folder = str(Path(__file__).absolute().parent.parent)
         inherited = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([package_folder, *([inherited] if inherited else [])])
-        # By default idle OpenMP threads spin long enough to make a step ten times slower when anything else
-        # runs (measured); this costs nothing on an idle machine.
+        # By default idle OpenMP threads spin for milliseconds, which starves the others on a busy machine; a
+        # short spin costs nothing on an idle one, while none makes a step half as long again (measured).
         environment.setdefault("GOMP_SPINCOUNT", "10000")
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "moeroute.demo", json.dumps(order)],

@@ -138,7 +138,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
-    """The tensors of a case: distinct random experts for every token, normal rows, uniform weights."""
+    """The tensors of a case: distinct random experts for every token, normal rows, uniform float32 weights."""
     generator = torch.Generator().manual_seed(seed)
     sizes = case.sizes
     num_experts = sizes.get("E", 64)
@@ -155,7 +155,7 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
         found["plan"] = plan
         found["tokens"] = torch.randn(num_tokens, sizes["H"], generator=generator).to(case.dtype)
         found["rows"] = torch.randn(plan.num_rows, sizes["H"], generator=generator).to(case.dtype)
-        found["weights"] = torch.rand(num_tokens, topk, generator=generator).to(case.dtype)
+        found["weights"] = torch.rand(num_tokens, topk, generator=generator)  # float32, as gating_topk gives them
         found["row_of_slot"] = plan.row_of_slot.long()
         found["token_of_row"] = plan.token_of_row.long()
         found["slot_of_row"] = plan.slot_of_row.long()
@@ -188,7 +188,9 @@ def _weighted_combine(case: Case, seed: int) -> Problem:
     shape = (*i["expert_ids"].shape, case.sizes["H"])
     return Problem(
         lambda backend: moeroute.unpermute(i["rows"], i["plan"], i["weights"], backend=backend),
-        lambda: (i["rows"].index_select(0, i["row_of_slot"]).reshape(shape) * i["weights"][..., None]).sum(1),
+        lambda: (
+            (i["rows"].index_select(0, i["row_of_slot"]).reshape(shape) * i["weights"][..., None]).sum(1).to(case.dtype)
+        ),
         _close,
         i["rows"].nbytes + i["tokens"].nbytes,
     )
@@ -200,9 +202,9 @@ def _unpermute_backward(case: Case, seed: int) -> Problem:
 
     def composition() -> tuple[Tensor, Tensor]:
         row_weights = i["weights"].flatten().index_select(0, i["slot_of_row"])
-        grad_rows = i["tokens"].index_select(0, i["token_of_row"]) * row_weights[:, None]
-        products = i["rows"].index_select(0, i["row_of_slot"]).reshape(shape) * i["tokens"][:, None]
-        return grad_rows, products.sum(-1)
+        grad_rows = (i["tokens"].index_select(0, i["token_of_row"]) * row_weights[:, None]).to(case.dtype)
+        rows = i["rows"].index_select(0, i["row_of_slot"]).reshape(shape)
+        return grad_rows, (rows.float() * i["tokens"].float()[:, None]).sum(-1)
 
     return Problem(
         lambda backend: moeroute.unpermute_backward(i["tokens"], i["rows"], i["plan"], i["weights"], backend=backend),

@@ -22,22 +22,37 @@ def put(pointer, offset, block, count):
 
 
 @kernel
+def product(y, y_offset, x, x_offset, bias, bias_offset, count):
+    """A block of (y + bias) * x; a bias_offset below 0 means no bias."""
+    left = some(y, y_offset, count)
+    if bias_offset >= 0:
+        left = left + some(bias, bias_offset, count)
+    return left * some(x, x_offset, count)
+
+
+@kernel
 def dot_row(y, y_offset, x, x_offset, bias, bias_offset, size):
     """256 partial sums of the products, then neighbours. A bias (offset >= 0) is added to y first."""
     p0, p1, p2, p3 = zeros(), zeros(), zeros(), zeros()
-    for h in range(0, size, LANES):
-        count = min(LANES, size - h)
-        left = some(y, y_offset + h, count)
-        if bias_offset >= 0:
-            left = left + some(bias, bias_offset + h, count)
-        product = left * some(x, x_offset + h, count)
-        part = (h // LANES) % 4
+    whole = size - size % (4 * LANES)
+    biased = bias_offset >= 0
+    for h in range(0, whole, 4 * LANES):
+        b = bias_offset + h if biased else bias_offset
+        step = LANES if biased else 0
+        p0 = p0 + product(y, y_offset + h, x, x_offset + h, bias, b, LANES)
+        p1 = p1 + product(y, y_offset + h + LANES, x, x_offset + h + LANES, bias, b + step, LANES)
+        p2 = p2 + product(y, y_offset + h + 2 * LANES, x, x_offset + h + 2 * LANES, bias, b + 2 * step, LANES)
+        p3 = p3 + product(y, y_offset + h + 3 * LANES, x, x_offset + h + 3 * LANES, bias, b + 3 * step, LANES)
+    for h in range(whole, size, LANES):
+        b = bias_offset + h if biased else bias_offset
+        term = product(y, y_offset + h, x, x_offset + h, bias, b, min(LANES, size - h))
+        part = (h - whole) // LANES
         if part == 0:
-            p0 = p0 + product
+            p0 = p0 + term
         elif part == 1:
-            p1 = p1 + product
+            p1 = p1 + term
         elif part == 2:
-            p2 = p2 + product
+            p2 = p2 + term
         else:
-            p3 = p3 + product
+            p3 = p3 + term
     return (pairwise(p0) + pairwise(p1)) + (pairwise(p2) + pairwise(p3))

@@ -390,7 +390,7 @@ def combine(
     plan: RoutingPlan,
     weights: Tensor | None = None,
     *,
-    init: Tensor | None = None,
+    init: Tensor | tuple[Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
@@ -403,9 +403,9 @@ def combine(
     without a row is skipped; so is one whose weight is +0 or -0, and its row is not read. Differentiable in
     rows and weights as often as you like.
 
-    For MoeFinalizeRouting, outside autograd: `init` [T, H] is where the sum starts; with `bias` [E, H] a slot
-    adds ``weights[s] * (row + bias[expert_of_slot[s]])``, also where it has no row (which counts as 0), and
-    no bias where its expert is none. `out`: write there instead, outside autograd.
+    For MoeFinalizeRouting, outside autograd: `init` [T, H] is where the sum starts, or a pair of them, added up
+    first; with `bias` [E, H] a slot adds ``weights[s] * (row + bias[expert_of_slot[s]])``, also where it has no
+    row (which counts as 0), and no bias where its expert is none. `out`: write there instead, outside autograd.
 
     Equivalent torch: ``(rows[plan.row_of_slot] * weights[:, None]).reshape(T, K, H).sum(1)``, in float32,
     where every slot has a row.
@@ -426,15 +426,17 @@ def combine(
         _check_slot_weights(operator, weights, "rows", rows, plan)
     if init is None and bias is None:
         return _combine_checked(operator, rows, plan, weights, out, backend)
-    if init is not None:
-        _check_matrix(operator, "init", init, "T", plan.num_tokens, plan)
-        _check_partner(operator, "init", init, "rows", rows)
-        _no_gradient(operator, "init", rows, weights, init, bias)
+    init, init_more = init if isinstance(init, tuple) else (init, None)
+    for start in (init, init_more):
+        if start is not None:
+            _check_matrix(operator, "init", start, "T", plan.num_tokens, plan)
+            _check_partner(operator, "init", start, "rows", rows)
+            _no_gradient(operator, "init", rows, weights, start, bias)
     if bias is not None:
         _check_bias(operator, bias, "rows", rows, plan)
         _no_gradient(operator, "bias", rows, weights, init, bias)
     if out is not None:
-        _check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, rows, weights, init, bias)
+        _check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, rows, weights, init, init_more, bias)
     return _module(operator, backend, rows).combine(
         rows,
         weights,
@@ -442,6 +444,7 @@ def combine(
         plan.slot_offsets,
         plan.num_tokens,
         init=init,
+        init_more=init_more,
         bias=bias,
         expert_of_slot=plan.expert_of_slot,
         out=out,

@@ -53,6 +53,7 @@ def combine(
     num_tokens: int,
     *,
     init: Tensor | None = None,
+    init_more: Tensor | None = None,
     bias: Tensor | None = None,
     expert_of_slot: Tensor | None = None,
     out: Tensor | None = None,
@@ -62,6 +63,8 @@ def combine(
     row_of_slot = _with_zero_row(_valid(row_of_slot, num_rows))
     row_of_slot[-1] = num_rows
     total = _wide(rows.new_zeros(num_tokens, rows.shape[1]) if init is None else init)
+    if init_more is not None:
+        total = total + _wide(init_more)
     for slots in _slot_table(num_slots, slot_offsets, num_tokens, rows.device).unbind(1):
         at = row_of_slot[slots]
         used = at < num_rows

@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench warm clean
+.PHONY: demo test lint bench aclnn warm clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -27,6 +27,10 @@ lint: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/moeroute bench $(ARGS)
+
+# Headers and libraries for C and C++ programs, into build/aclnn.
+aclnn: $(VENV)/ready
+	$(BIN)/moeroute aclnn build $(ARGS)
 
 clean:
 	rm -rf $(VENV) out build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

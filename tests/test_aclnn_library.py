@@ -226,6 +226,33 @@ def test_a_program_written_for_a_device(prefix: Path) -> None:
     assert found == pytest.approx(wanted, abs=1e-6)
 
 
+def test_five_commands(tmp_path: Path) -> None:
+    """The page's own words, in a copy of the project; only what is installed already is not fetched again."""
+    page = (ROOT / "docs" / "porting_from_ascend.md").read_text()
+    commands = re.search(r"```sh\n(.*?)```", page, re.S).group(1).splitlines()  # type: ignore[union-attr]
+    expected = re.search(r"```text\n(.*?)```", page, re.S).group(1)  # type: ignore[union-attr]
+    assert len(commands) == 5
+    for name in ("src", "examples", "pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(ROOT / name, tmp_path / name)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "false"}
+    done = None
+    for command in commands:
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        for folder in (tmp_path / ".venv" / "lib").glob("python*/site-packages"):
+            outer = sysconfig.get_path("purelib")  # first: the setuptools of a new environment may be old
+            (folder / "outer.pth").write_text(f"import sys; sys.path.insert(0, {outer!r})\n")
+    assert done is not None
+    assert done.stdout == expected
+    assert "site-packages" in str(next((tmp_path / ".venv" / "lib").glob("python*/site-packages/moeroute/__init__.py")))
+
+
 def test_calls_before_and_after(programs: dict[str, Path]) -> None:
     done = run(programs["life"])
     assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
@@ -598,6 +625,18 @@ def test_strides_and_offset(acl: Library) -> None:
     target[1:, 1:5:3] = [rows[2] + rows[0], rows[1] + rows[3]]
     np.testing.assert_array_equal(acl.read(sink, target), target)
     np.testing.assert_array_equal(acl.read(source, wide), wide)
+
+
+def test_operators_work_in_the_memory_that_c_gave(acl: Library) -> None:
+    from moeroute.aclnn.library import glue
+
+    seen: list[int] = []
+    case = Permutation(acl)
+    for handle in (case.grad, case.sorted, case.out):
+        tensor, problem = glue._state.objects[handle].look()
+        assert problem is None
+        seen.append(tensor.data_ptr())
+    assert seen == [case.rows, case.indices, case.sums]
 
 
 def test_threads_of_python(acl: Library) -> None:

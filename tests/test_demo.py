@@ -235,11 +235,11 @@ def test_steps_are_cut_to_the_time(
     monkeypatch.setattr(demo, "SECONDS", 0.0)
     assert demo.run(out=tmp_path / "cut") == 0
     shown = capfd.readouterr().out
-    assert "This machine is slow for 300 steps in two minutes: 10 steps instead" in shown
+    assert f"This machine is slow for 300 steps in two minutes: {demo.TURN} steps instead" in shown
     # Fast while it was measured, then slow: both runs end at the same step.
     monkeypatch.setattr(demo, "_steps_that_fit", lambda runs, seconds: 30)
     assert demo.run(out=tmp_path / "slower") == 0
-    assert "no time for more than 10 of 30 steps" in capfd.readouterr().out
+    assert f"no time for more than {demo.TURN} of 30 steps" in capfd.readouterr().out
     # Steps that were asked for are kept.
     assert demo.run(steps=30, out=tmp_path / "asked") == 0
     assert "time" not in capfd.readouterr().out.split("loss, first step")[0]

@@ -53,7 +53,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 NAMES = {"moeroute": "moeroute", "plain": "plain PyTorch"}
 
 STEPS = 300
-TURN = 10  # steps of one run before the other's turn
+TURN = 5  # steps of one run before the other's turn
 SECONDS = 110.0  # for everything; steps are cut to keep it
 RESERVE = 10.0  # of it for held-out losses, sample text and charts
 
@@ -486,7 +486,10 @@ def _held_out_loss(network: LanguageModel, corpus: Corpus, model: Model) -> floa
 def _sample(network: LanguageModel, model: Model, seed: int, length: int) -> str:
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(b"\n\ndef ")])
+    begun = time.perf_counter()
     for _ in range(length):
+        if time.perf_counter() - begun > RESERVE / 2:
+            break
         logits, _ = network(text[:, -model.context :])
         chances = (logits[0, -1].float() / 0.8).softmax(dim=-1)
         text = torch.cat((text, torch.multinomial(chances, 1, generator=generator)[None]), dim=1)
@@ -691,12 +694,15 @@ def _both(console: Console, runs: dict[str, Run], order: dict[str, Any], asked: 
             ask(name, "begin", steps=steps)
             progress.reset(tasks[name], total=steps)
         _say_setting(console, runs, order, asked)
+        turn_seconds = 0.0
         for until in range(TURN, steps + TURN, TURN):
-            if asked is None and until > TURN and time.perf_counter() - begun > SECONDS - RESERVE:
+            started = time.perf_counter()
+            if asked is None and until > TURN and started - begun + turn_seconds > SECONDS - RESERVE:
                 console.print(f"The machine got slower: no time for more than {until - TURN} of {steps} steps.")
                 break
             for name in runs:
                 ask(name, "train", until=min(until, steps))
+            turn_seconds = time.perf_counter() - started
         for name in runs:
             ask(name, "finish", sample=0 if name == "plain" else SAMPLE)
 
@@ -713,6 +719,10 @@ def _show_step(console: Console, run: Run, model: Model) -> None:
         console.print(f"{NAMES[run.name]:>13}  step {step}/{steps}  loss {run.losses[-1]:.3f}  {speed}")
 
 
+def _machine_is_busy() -> bool:
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > 0.7
+
+
 class _Process:
     """A training process, and the conversation with it."""
 
@@ -721,9 +731,11 @@ class _Process:
         package_folder = str(Path(__file__).absolute().parent.parent)
         inherited = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = os.pathsep.join([package_folder, *([inherited] if inherited else [])])
-        # By default idle OpenMP threads spin for milliseconds, which starves the others on a busy machine; a
-        # short spin costs nothing on an idle one, while none makes a step half as long again (measured).
-        environment.setdefault("GOMP_SPINCOUNT", "10000")
+        if "OMP_WAIT_POLICY" not in environment:
+            # GNU OpenMP's idle threads spin for milliseconds and starve the others where anything else runs:
+            # steps of 1 to 8 s instead of 0.1 (measured). Without spinning they take 0.16, always; with a
+            # short spin 0.1 on an idle machine.
+            environment.setdefault("GOMP_SPINCOUNT", "0" if _machine_is_busy() else "10000")
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "moeroute.demo", json.dumps(order)],
             stdin=subprocess.PIPE,

@@ -158,7 +158,6 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, Any]:
         found["weights"] = torch.rand(num_tokens, topk, generator=generator)  # float32, as gating_topk gives them
         found["row_of_slot"] = plan.row_of_slot.long()
         found["token_of_row"] = plan.token_of_row.long()
-        found["slot_of_row"] = plan.slot_of_row.long()
     return found
 
 
@@ -201,8 +200,9 @@ def _unpermute_backward(case: Case, seed: int) -> Problem:
     shape = (*i["expert_ids"].shape, case.sizes["H"])
 
     def composition() -> tuple[Tensor, Tensor]:
-        row_weights = i["weights"].flatten().index_select(0, i["slot_of_row"])
-        grad_rows = (i["tokens"].index_select(0, i["token_of_row"]) * row_weights[:, None]).to(case.dtype)
+        # Gather, multiply, sum, backwards: the gather's transpose fills zeros, as rows may have no slot.
+        slots = (i["tokens"][:, None] * i["weights"][..., None]).to(case.dtype).flatten(0, 1)
+        grad_rows = torch.zeros_like(i["rows"]).index_copy_(0, i["row_of_slot"], slots)
         rows = i["rows"].index_select(0, i["row_of_slot"]).reshape(shape)
         return grad_rows, (rows.float() * i["tokens"].float()[:, None]).sum(-1)
 

@@ -236,7 +236,9 @@ def _moe_finalize_routing_v2(
     )
 
     def work() -> None:
-        row_of_slot = expandedRowIdx.reshape(num_tokens, topk) if by_row else expandedRowIdx.reshape(topk, num_tokens).t()
+        row_of_slot = (
+            expandedRowIdx.reshape(num_tokens, topk) if by_row else expandedRowIdx.reshape(topk, num_tokens).t()
+        )
         experts = None if biasOptional is None else expertIdxOptional
         plan = plan_from_row_of_slot(row_of_slot, num_tokens, rows, expert_of_slot=experts)
         start = x1Optional if x1Optional is None or x2Optional is None else (x1Optional, x2Optional)

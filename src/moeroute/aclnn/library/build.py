@@ -161,6 +161,8 @@ extern const char *moeroute_acl_failure(void);
 
 def build(prefix: Path) -> list[Path]:
     """Write include/ and lib/ under `prefix`; returns the files. SystemExit says what is missing."""
+    if sys.platform != "linux":
+        _missing(f"Linux; got {sys.platform}")
     cffi, compiler, python = _cffi(), _compiler(), _libpython()
     prefix = prefix.resolve()
     include, lib = prefix / "include", prefix / "lib"

@@ -43,6 +43,7 @@ DTYPES = {
 }
 ND = 2
 MAX_RANK = 25
+MAX_ARRAY = 1 << 20  # entries of an array: nobody means more, and reading past the end would be a crash
 LARGEST = (1 << 63) - 1
 
 INVALID_PARAM, UNINITIALIZE, REPEAT_INITIALIZE, REPEAT_FINALIZE = 100000, 100001, 100002, 100037
@@ -567,8 +568,8 @@ def aclDestroyScalar(scalar: int) -> None:
 
 
 def _array(pointer: Any, size: int) -> list[Any]:
-    if size > LARGEST >> 4:
-        raise Failure(INVALID, f"size must fit into memory; got {size}")
+    if size > MAX_ARRAY:
+        raise Failure(INVALID, f"size must be at most {MAX_ARRAY}; got {size}")
     if size == 0:
         return []
     _need_pointer(pointer, "value", NULLPTR)
@@ -610,15 +611,8 @@ def aclDestroyAclOpExecutor(executor: int) -> None:
 # ---------------------------------------------------------------------------- aclnnop
 
 
-def _python(name: str) -> Callable[..., Any]:
-    def absent(*arguments: Any) -> Any:
-        raise Failure(561003, f"moeroute.aclnn has no {name}")
-
-    return getattr(aclnn, name, absent)
-
-
 def _first_phase(operator: str, parameters: Sequence[Parameter]) -> Callable[..., None]:
-    prepare = _python(f"aclnn{operator}GetWorkspaceSize")
+    prepare = getattr(aclnn, f"aclnn{operator}GetWorkspaceSize")
     tensors = {"tensor", "optional_tensor", "out", "optional_out"}
     handles = [
         (place, parameter.name, TensorHandle if parameter.kind in tensors else IntArray)
@@ -658,7 +652,7 @@ def _first_phase(operator: str, parameters: Sequence[Parameter]) -> Callable[...
 
 
 def _second_phase(operator: str) -> Callable[..., None]:
-    run = _python(f"aclnn{operator}")
+    run = getattr(aclnn, f"aclnn{operator}")
 
     def call(workspace: int, workspace_size: int, number: int, stream: int) -> None:
         _need_init(RUNTIME_ERROR)

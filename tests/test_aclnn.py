@@ -19,7 +19,6 @@ from torch import Tensor
 from moeroute import aclnn
 from moeroute.aclnn import core
 from moeroute.aclnn.signatures import SIGNATURES
-from moeroute.testing import assert_close_to_exact
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 NULL, INVALID, INNER, TILING, INNER_NULL = 161001, 161002, 561000, 561002, 561103
@@ -43,8 +42,13 @@ def same(actual: Tensor, expected: Any) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
+# Half a unit in the last place: there is one rounding to the dtype, at the store. Sums are float32 before.
+ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+
+
 def close(actual: Tensor, expected: Any) -> None:
-    assert_close_to_exact(actual, torch.as_tensor(expected, dtype=torch.float64))
+    expected = torch.as_tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(actual.double(), expected, rtol=1.01 * ROUNDING[actual.dtype], atol=2e-5)
 
 
 def f32(values: Any, *shape: int) -> Tensor:
@@ -1220,3 +1224,698 @@ def lay_out(value: Tensor, layout: str) -> tuple[Tensor, Tensor]:
         view = buffer.transpose(0, -1)[tuple(slice(0, size) for size in shape)]
     view.copy_(value)
     return view, buffer
+
+
+# ---------------------------------------------------------------------------- drawn inputs, plain Python
+
+MIXTURES = tuple((dtype, dtype) for dtype in FLOATS) + ((torch.bfloat16, torch.float32),)
+SEEDS = st.integers(0, 2**31 - 1)
+SIZES = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.sampled_from((1, 3, 8, 70)))  # T, K, E, H
+
+
+def generator_of(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def integers(generator: torch.Generator, low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+
+def rows_by_expert(ids: list[int]) -> list[int]:
+    """Row of each slot in the stable order of the ids; -1 for a negative id."""
+    order = sorted((s for s in range(len(ids)) if ids[s] >= 0), key=lambda s: ids[s])
+    rows = [-1] * len(ids)
+    for row, slot in enumerate(order):
+        rows[slot] = row
+    return rows
+
+
+def gathered(rows: Tensor, row_of_slot: list[int]) -> Tensor:
+    """float64 [S, H]: each slot's row, zeros where it has none."""
+    result = torch.zeros(len(row_of_slot), *rows.shape[1:], dtype=torch.float64)
+    for slot, row in enumerate(row_of_slot):
+        if 0 <= row < len(rows):
+            result[slot] = rows[row].double()
+    return result
+
+
+def placed(values: Tensor, row_of_slot: list[int], num_rows: int) -> Tensor:
+    """float64 [R, ...]: each slot's value at its row, a later slot over an earlier one, zeros elsewhere."""
+    result = torch.zeros(num_rows, *values.shape[1:], dtype=torch.float64)
+    for slot, row in enumerate(row_of_slot):
+        if 0 <= row < num_rows:
+            result[row] = values[slot].double()
+    return result
+
+
+def within(rows: list[int], first: int, last: int) -> list[int]:
+    return [row - first if first <= row < last else -1 for row in rows]
+
+
+@settings(max_examples=40)
+@given(SIZES, SEEDS, st.sampled_from(FLOATS), st.sampled_from(FLOATS), st.integers(-3, 9), st.booleans())
+def test_permute_family(
+    sizes: tuple[int, int, int, int], seed: int, dtype: torch.dtype, probs_dtype: torch.dtype, cut: int, ranged: bool
+) -> None:
+    """MoeTokenPermute, its gradient, MoeTokenUnpermute and its gradient, with and without a range of rows."""
+    num_tokens, topk, num_experts, hidden = sizes
+    generator = generator_of(seed)
+    ids = integers(generator, -1, num_experts, num_tokens, topk)
+    x = normal(generator, num_tokens, hidden, dtype=dtype)
+    probs = normal(generator, num_tokens, topk, dtype=probs_dtype)
+    slots = num_tokens * topk
+    expected = rows_by_expert(ids.flatten().tolist())
+    kept = min(cut, slots) if cut > 0 else max(cut + slots, 0)
+    first, last = 0, kept
+    if ranged:
+        first, last = sorted(integers(generator, 0, slots + 1, 2).tolist())
+        last += first == last
+    row_of_slot, count = within(expected, first, last), last - first
+
+    rows, indices, row_probs = poison(count, hidden, dtype=dtype), empty_ids(slots), poison(count, dtype=probs_dtype)
+    if ranged:
+        run("MoeTokenPermuteWithEp", x, ids, probs, [first, last], cut, False, rows, indices, row_probs)
+        same(row_probs, placed(probs.flatten(), row_of_slot, count))
+    else:
+        run("MoeTokenPermute", x, ids, cut, False, rows, indices)
+    same(indices, expected)
+    same(rows, placed(x.repeat_interleave(topk, 0), row_of_slot, count))
+
+    y, y_grad = normal(generator, count, hidden, dtype=dtype), normal(generator, num_tokens, hidden, dtype=dtype)
+    slot_rows = gathered(y, row_of_slot)
+    out, probs_out = poison(num_tokens, hidden, dtype=dtype), poison(num_tokens, topk, dtype=probs_dtype)
+    if ranged:
+        grad = normal(generator, count, dtype=probs_dtype)
+        run("MoeTokenPermuteWithEpGrad", y, indices, grad, topk, [first, last], False, out, probs_out)
+        same(probs_out, gathered(grad, row_of_slot).reshape(num_tokens, topk))
+    else:
+        run("MoeTokenPermuteGrad", y, indices, topk, False, out)
+    close(out, slot_rows.reshape(num_tokens, topk, hidden).sum(1))
+
+    out = poison(num_tokens, hidden, dtype=dtype)
+    weighted = slot_rows.reshape(num_tokens, topk, hidden) * probs.double()[..., None]
+    if ranged:
+        run("MoeTokenUnpermuteWithEp", y, indices, probs, topk, [first, last], False, None, out)
+    else:
+        run("MoeTokenUnpermute", y, indices, probs, False, [1], out)
+    close(out, weighted.sum(1))
+
+    rows_out = poison(count, hidden, dtype=dtype)
+    if ranged:
+        bounds = [first, last]
+        run("MoeTokenUnpermuteWithEpGrad", y_grad, indices, y, probs, False, None, bounds, topk, rows_out, probs_out)
+    else:
+        run("MoeTokenUnpermuteGrad", y, y_grad, indices, probs, False, None, rows_out, probs_out)
+    spread_grad = y_grad.double().repeat_interleave(topk, 0)
+    close(rows_out, placed(spread_grad * probs.double().flatten()[:, None], row_of_slot, count))
+    close(probs_out, (slot_rows * spread_grad).sum(1).reshape(num_tokens, topk))
+
+
+@settings(max_examples=30)
+@given(SIZES, SEEDS, st.sampled_from(FLOATS))
+def test_unpermute_without_probs(sizes: tuple[int, int, int, int], seed: int, dtype: torch.dtype) -> None:
+    num_tokens, _, _, hidden = sizes
+    generator = generator_of(seed)
+    rows = normal(generator, num_tokens, hidden, dtype=dtype)
+    indices = integers(generator, -2, num_tokens + 2, num_tokens)
+    out, grad_out, untouched = poison(num_tokens, hidden, dtype=dtype), poison(num_tokens, hidden, dtype=dtype), poison(1)
+    run("MoeTokenUnpermute", rows, indices, None, False, None, out)
+    same(out, gathered(rows, indices.tolist()))
+    run("MoeTokenUnpermuteGrad", None, rows, indices, None, False, None, grad_out, untouched)
+    same(grad_out, placed(rows, indices.tolist(), num_tokens))
+    assert untouched.isnan().all()
+
+
+def draw_map(generator: torch.Generator, num_tokens: int, num_experts: int) -> Tensor:
+    dense = torch.rand(1, generator=generator)
+    chosen = torch.rand(num_tokens, num_experts, generator=generator) < dense
+    return chosen if seed_bit(generator) else chosen.to(torch.int8) * integers(generator, 1, 4, 1, num_experts).to(torch.int8)
+
+
+def seed_bit(generator: torch.Generator) -> bool:
+    return bool(torch.randint(0, 2, (), generator=generator))
+
+
+def table_of(routing_map: Tensor, topk: int) -> tuple[list[int], list[int]]:
+    """Row and expert of every slot of the padded table."""
+    chosen = (routing_map != 0).tolist()
+    num_tokens, num_experts = routing_map.shape
+    row, number = 0, {}
+    for expert in range(num_experts):
+        for token in range(num_tokens):
+            if chosen[token][expert]:
+                number[token, expert] = row
+                row += 1
+    rows, experts = [], []
+    for token in range(num_tokens):
+        own = [expert for expert in range(num_experts) if chosen[token][expert]][:topk]
+        own += [-1] * (topk - len(own))
+        experts += own
+        rows += [number.get((token, expert), -1) for expert in own]
+    return rows, experts
+
+
+def probs_of_slots(probs: Tensor, experts: list[int], topk: int) -> Tensor:
+    values = [float(probs[s // topk, e]) if e >= 0 else 0.0 for s, e in enumerate(experts)]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@settings(max_examples=60)
+@given(SIZES, SEEDS, st.sampled_from(MIXTURES), st.booleans())
+def test_routing_map_family_ragged(
+    sizes: tuple[int, int, int, int], seed: int, mixture: tuple[torch.dtype, torch.dtype], with_probs: bool
+) -> None:
+    """Operators 8, 9, 3 and 4 fed by each other, tokens with fewer and with more than K experts."""
+    num_tokens, topk, num_experts, hidden = sizes
+    topk = min(topk, num_experts)
+    (dtype, probs_dtype), generator = mixture, generator_of(seed)
+    routing_map = draw_map(generator, num_tokens, num_experts)
+    x = normal(generator, num_tokens, hidden, dtype=dtype)
+    probs = normal(generator, num_tokens, num_experts, dtype=probs_dtype)
+    given_probs, given_map = (probs, routing_map) if with_probs else (None, None)
+    table, experts = table_of(routing_map, topk)
+    slots = num_tokens * topk
+    count = slots
+    weights = probs_of_slots(probs, experts, topk) if with_probs else torch.ones(slots, dtype=torch.float64)
+
+    # 8
+    rows, indices = poison(count, hidden, dtype=dtype), empty_ids(slots)
+    row_probs = poison(count, dtype=probs_dtype) if with_probs else None
+    num_out = slots + int(integers(generator, 0, num_tokens))  # what does not divide is cut
+    num_out = min(num_out, num_tokens * num_experts)
+    run("MoeTokenPermuteWithRoutingMap", x, routing_map, given_probs, num_out, False, rows, row_probs, indices)
+    same(indices, table)
+    same(rows, placed(x.repeat_interleave(topk, 0), table, count))
+    if row_probs is not None:
+        same(row_probs, placed(weights, table, count))
+
+    # 9
+    y = normal(generator, count, hidden, dtype=dtype)
+    out, out_index, token_ids = poison(num_tokens, hidden, dtype=dtype), empty_ids(slots), empty_ids(slots)
+    slot_probs = poison(slots, dtype=probs_dtype) if with_probs else None
+    run(
+        "MoeTokenUnpermuteWithRoutingMap",
+        y, indices, given_map, given_probs, False, [num_tokens, hidden], out, out_index, token_ids, slot_probs,
+    )  # fmt: skip
+    slot_rows = gathered(y, table)
+    close(out, (slot_rows * weights[:, None]).reshape(num_tokens, topk, hidden).sum(1))
+    same(out_index, table)
+    same(token_ids, [s // topk for s in range(slots)])
+    if slot_probs is not None:
+        same(slot_probs, weights)
+
+    # 3
+    grad = normal(generator, num_tokens, hidden, dtype=dtype)
+    spread_grad = grad.double().repeat_interleave(topk, 0)
+    rows_out = poison(count, hidden, dtype=dtype)
+    probs_out = poison(num_tokens, num_experts, dtype=probs_dtype) if with_probs else None
+    run(
+        "MoeTokenUnpermuteWithRoutingMapGrad",
+        grad, out_index, token_ids, given_map, y if with_probs else None, given_probs, False, None, rows_out, probs_out,
+    )  # fmt: skip
+    close(rows_out, placed(spread_grad * weights[:, None], table, count))
+    if probs_out is not None:
+        dots = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
+        for slot, expert in enumerate(experts):
+            if expert >= 0:
+                dots[slot // topk, expert] = (slot_rows[slot] * spread_grad[slot]).sum()
+        close(probs_out, dots)
+
+    # 4
+    tokens_out = poison(num_tokens, hidden, dtype=dtype)
+    probs_out = poison(num_tokens, num_experts, dtype=probs_dtype)
+    row_grad = normal(generator, count, dtype=probs_dtype) if with_probs else None
+    run(
+        "MoeTokenPermuteWithRoutingMapGrad",
+        y, row_grad, indices, routing_map, num_experts, num_tokens, False, tokens_out, probs_out, workspace=16 * 2**20,
+    )  # fmt: skip
+    close(tokens_out, slot_rows.reshape(num_tokens, topk, hidden).sum(1))
+    if row_grad is None:
+        assert probs_out.isnan().all()
+        return
+    expected = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
+    used = 0
+    for expert in range(num_experts):
+        for token in range(num_tokens):
+            if routing_map[token, expert]:
+                if used < count:
+                    expected[token, expert] = float(row_grad[used])
+                used += 1
+    same(probs_out, expected)
+
+
+@settings(max_examples=60)
+@given(SIZES, SEEDS, st.sampled_from(MIXTURES), st.booleans(), st.booleans())
+def test_routing_map_family_padded(
+    sizes: tuple[int, int, int, int], seed: int, mixture: tuple[torch.dtype, torch.dtype], with_probs: bool, wild: bool
+) -> None:
+    """The same four with a capacity; `wild` feeds token ids that are out of range and repeated."""
+    num_tokens, capacity, num_experts, hidden = sizes
+    capacity = min(capacity, num_tokens)
+    (dtype, probs_dtype), generator = mixture, generator_of(seed)
+    routing_map = draw_map(generator, num_tokens, num_experts)
+    x = normal(generator, num_tokens, hidden, dtype=dtype)
+    probs = normal(generator, num_tokens, num_experts, dtype=probs_dtype)
+    given_probs = probs if with_probs else None
+    count = num_experts * capacity
+
+    # 8
+    tokens = []
+    for expert in range(num_experts):
+        column = [bool(one) for one in routing_map[:, expert]]
+        tokens += sorted(range(num_tokens), key=lambda t: not column[t])[:capacity]  # noqa: B023 - used at once
+    rows, indices = poison(count, hidden, dtype=dtype), empty_ids(count)
+    row_probs = poison(count, dtype=probs_dtype) if with_probs else None
+    num_out = min(count + int(integers(generator, 0, num_experts)), num_tokens * num_experts)
+    run("MoeTokenPermuteWithRoutingMap", x, routing_map, given_probs, num_out, True, rows, row_probs, indices)
+    same(indices, tokens)
+    same(rows, x[tokens])
+    if row_probs is not None:
+        same(row_probs, [probs[t, i // capacity] for i, t in enumerate(tokens)])
+
+    if wild:
+        indices = integers(generator, -1, num_tokens + 1, count)
+        tokens = indices.tolist()
+    known = [(i, t) for i, t in enumerate(tokens) if 0 <= t < num_tokens]
+    weight = [float(probs[t, i // capacity]) if with_probs and 0 <= t < num_tokens else 1.0 for i, t in enumerate(tokens)]
+
+    # 9
+    y = normal(generator, count, hidden, dtype=dtype)
+    out, out_index, token_ids = poison(num_tokens, hidden, dtype=dtype), empty_ids(count), empty_ids(count)
+    row_probs = poison(count, dtype=probs_dtype) if with_probs else None
+    run(
+        "MoeTokenUnpermuteWithRoutingMap",
+        y, indices, routing_map if with_probs else None, given_probs, True, [num_tokens, hidden], out, out_index,
+        token_ids, row_probs,
+    )  # fmt: skip
+    expected = torch.zeros(num_tokens, hidden, dtype=torch.float64)
+    for i, t in known:
+        expected[t] += weight[i] * y[i].double()
+    close(out, expected)
+    ordered = sorted(known, key=lambda pair: pair[1])
+    empty = [-1] * (count - len(ordered))
+    same(out_index, [i for i, _ in ordered] + empty)
+    same(token_ids, [t for _, t in ordered] + empty)
+    if row_probs is not None:
+        same(row_probs, [weight[i] if 0 <= t < num_tokens else 0.0 for i, t in enumerate(tokens)])
+
+    # 3
+    grad = normal(generator, num_tokens, hidden, dtype=dtype)
+    rows_out = poison(count, hidden, dtype=dtype)
+    probs_out = poison(num_tokens, num_experts, dtype=probs_dtype) if with_probs else None
+    run(
+        "MoeTokenUnpermuteWithRoutingMapGrad",
+        grad, out_index, token_ids, routing_map if with_probs else None, y if with_probs else None, given_probs, True,
+        [num_tokens, hidden], rows_out, probs_out,
+    )  # fmt: skip
+    expected = torch.zeros(count, hidden, dtype=torch.float64)
+    dots = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
+    for i, t in known:
+        expected[i] = weight[i] * grad[t].double()
+        dots[t, i // capacity] = (y[i].double() * grad[t].double()).sum()  # the last row of a pair stays
+    close(rows_out, expected)
+    if probs_out is not None:
+        close(probs_out, dots)
+
+    # 4
+    tokens_out = poison(num_tokens, hidden, dtype=dtype)
+    probs_out = poison(num_tokens, num_experts, dtype=probs_dtype)
+    row_grad = normal(generator, count, dtype=probs_dtype) if with_probs else None
+    run(
+        "MoeTokenPermuteWithRoutingMapGrad",
+        y, row_grad, indices, routing_map, num_experts, num_tokens, True, tokens_out, probs_out, workspace=16 * 2**20,
+    )  # fmt: skip
+    expected, stored = torch.zeros(num_tokens, hidden, dtype=torch.float64), torch.zeros(num_tokens, num_experts)
+    for i, t in known:
+        expected[t] += y[i].double()
+        if row_grad is not None:
+            stored[t, i // capacity] = row_grad[i].float()
+    close(tokens_out, expected)
+    if row_grad is not None:
+        same(probs_out, stored)
+
+
+@settings(max_examples=40)
+@given(SIZES, SEEDS, st.sampled_from(MIXTURES), st.booleans())
+def test_unpermute_with_routing_map_grad_of_any_indices(
+    sizes: tuple[int, int, int, int], seed: int, mixture: tuple[torch.dtype, torch.dtype], padded: bool
+) -> None:
+    """Indices that name rows twice, not at all, or out of range."""
+    num_tokens, topk, num_experts, hidden = sizes
+    topk = min(topk, num_tokens if padded else num_experts)
+    (dtype, probs_dtype), generator = mixture, generator_of(seed)
+    slots = topk * (num_experts if padded else num_tokens)
+    routing_map = draw_map(generator, num_tokens, num_experts)
+    out_index = integers(generator, -3, slots + 3, slots)
+    token_ids = integers(generator, -1, num_tokens + 1, slots)
+    grad = normal(generator, num_tokens, hidden, dtype=dtype)
+    rows = normal(generator, slots, hidden, dtype=dtype)
+    probs = normal(generator, num_tokens, num_experts, dtype=probs_dtype)
+    rows_out, probs_out = poison(slots, hidden, dtype=dtype), poison(num_tokens, num_experts, dtype=probs_dtype)
+    run(
+        "MoeTokenUnpermuteWithRoutingMapGrad",
+        grad, out_index, token_ids, routing_map, rows, probs, padded, None, rows_out, probs_out,
+    )  # fmt: skip
+    expected = torch.zeros(slots, hidden, dtype=torch.float64)
+    dots = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
+    _, experts = table_of(routing_map, topk)
+    entries = list(enumerate(out_index.tolist()))
+    if padded:  # slots are the entries grouped by token
+        entries = [(i, r) for i, r in entries if 0 <= token_ids[i] < num_tokens]
+        entries.sort(key=lambda entry: int(token_ids[entry[0]]))
+    for i, row in entries:
+        token = int(token_ids[i]) if padded else i // topk
+        valid = 0 <= row < slots
+        expert = (row // topk if valid else -1) if padded else experts[i]
+        if valid:
+            expected[row] = (float(probs[token, expert]) if expert >= 0 else 0.0) * grad[token].double()
+        if expert >= 0:
+            dots[token, expert] = (rows[row].double() * grad[token].double()).sum() if valid else 0.0
+    close(rows_out, expected)
+    close(probs_out, dots)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(2, 70), SEEDS, st.sampled_from(FLOATS), st.sampled_from((1.0, 2.5, 0.1)))
+def test_gating_backward(
+    num_tokens: int, topk: int, num_experts: int, seed: int, dtype: torch.dtype, scale: float
+) -> None:
+    """Repeated experts add up; an expert out of range is no expert."""
+    topk, generator = min(topk, num_experts), generator_of(seed)
+    x = torch.rand(num_tokens, num_experts, generator=generator) * 0.98 + 0.01
+    grad = normal(generator, num_tokens, topk, dtype=dtype)
+    ids = integers(generator, -1, num_experts + 1, num_tokens, topk)
+    out = poison(num_tokens, num_experts, dtype=dtype)
+    run(B, x, grad, ids, 1, 1, scale, 1e-3, out, workspace=16 * 2**20)
+    expected = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
+    for i in range(num_tokens):
+        own = [(p, int(e)) for p, e in enumerate(ids[i]) if 0 <= e < num_experts]
+        total = sum(float(x[i, e]) for _, e in own) + 1e-3
+        inner = sum(float(x[i, e]) / total * scale * float(grad[i, p]) for p, e in own)
+        for p, e in own:
+            expected[i, e] += (scale * float(grad[i, p]) - inner) / total
+        expected[i] *= x[i].double() * (1 - x[i].double())
+    close(out, expected)
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(1, 4), st.sampled_from((1, 2, 3, 4)), st.integers(1, 9), SEEDS, st.sampled_from(FLOATS),
+    st.integers(0, 2), st.integers(0, 1), st.integers(0, 1), st.booleans(),
+)  # fmt: skip
+def test_gating_topk(
+    num_tokens: int, groups: int, members: int, seed: int, dtype: torch.dtype, norm: int, renorm: int, mode: int, biased: bool
+) -> None:
+    generator = generator_of(seed)
+    members += members <= mode
+    num_experts = groups * members
+    kept = int(integers(generator, 1, groups + 1))
+    k = int(integers(generator, 1, members * kept + 1))
+    x = (normal(generator, num_tokens, num_experts) * 2).to(dtype)
+    bias = normal(generator, num_experts, dtype=dtype) if biased else None
+    y, ids, scores = poison(num_tokens, k, dtype=dtype), empty_ids(num_tokens, k), poison(num_tokens, num_experts)
+    run("MoeGatingTopK", x, bias, k, kept, groups, mode, renorm, norm, True, 1.5, 1e-20, y, ids, scores)
+    wide = x.double()
+    s = (wide.softmax(1), wide.sigmoid(), torch.nn.functional.softplus(wide).sqrt())[norm]
+    close(scores, s)
+    v = s if bias is None else s + bias.double()
+    grouped = v.reshape(num_tokens, groups, members)
+    best = grouped.topk(mode + 1, 2).values.sum(2)
+    limit = best.topk(kept, 1).values[:, -1:]
+    candidates = torch.where((best >= limit)[..., None], grouped, -torch.inf).flatten(1)
+    # Equal or nearly equal values may be chosen either way: the values are compared, not the ids.
+    chosen = candidates.gather(1, ids.long())
+    torch.testing.assert_close(chosen, candidates.topk(k, 1).values, rtol=0, atol=1e-6)
+    assert all(len(set(row.tolist())) == k for row in ids)
+    weights = s.gather(1, ids.long())
+    if norm or renorm:
+        weights = weights / weights.sum(1, keepdim=True)
+    close(y, weights * 1.5)
+
+
+def test_gating_topk_takes_the_smaller_expert_of_equal_ones() -> None:
+    x = torch.zeros(2, 8)
+    y, ids, scores = poison(2, 3), empty_ids(2, 3), poison(2, 8)
+    run("MoeGatingTopK", x, None, 3, 2, 4, 0, 0, 1, False, 1.0, 1e-20, y, ids, scores)
+    same(ids, [[0, 1, 2]] * 2)
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(((3,), (2, 3), (1, 1))), st.integers(1, 9), SEEDS, st.sampled_from(FLOATS), st.integers(0, 1))
+def test_gating_softmax(outer: tuple[int, ...], num_experts: int, seed: int, dtype: torch.dtype, renorm: int) -> None:
+    generator = generator_of(seed)
+    k = int(integers(generator, 1, num_experts + 1))
+    x = normal(generator, *outer, num_experts, dtype=dtype)
+    finished = torch.rand(outer, generator=generator) < 0.5
+    y, ids, numbers = poison(*outer, k, dtype=dtype), empty_ids(*outer, k), empty_ids(*outer, k)
+    run("MoeGatingTopKSoftmax", x, finished, k, y, ids, numbers)
+    count = math.prod(outer)
+    same(numbers.reshape(count, k), [[j * count + n for j in range(k)] for n in range(count)])
+    soft = x.double().softmax(-1)
+    close(y, soft.topk(k, -1).values)
+    assert (ids[finished] == num_experts).all()
+    close(y[~finished], soft[~finished].gather(-1, ids[~finished].long()))
+    y2, ids2, all_soft = poison(*outer, k, dtype=dtype), empty_ids(*outer, k), poison(*outer, num_experts)
+    run("MoeGatingTopKSoftmaxV2", x, finished, k, renorm, True, y2, ids2, all_soft)
+    if renorm:
+        close(y2, x.double().topk(k, -1).values.softmax(-1))
+        assert all_soft.isnan().all()
+    else:
+        same(y2, y)
+        same(ids2, ids)
+        close(all_soft, soft)
+
+
+@settings(max_examples=60)
+@given(SIZES, SEEDS, st.sampled_from(MIXTURES), st.integers(0, 3), st.booleans())
+def test_init_and_finalize_routing(
+    sizes: tuple[int, int, int, int], seed: int, mixture: tuple[torch.dtype, torch.dtype], mode: int, biased: bool
+) -> None:
+    """InitRouting, its gradient, FinalizeRouting in its four layouts and its gradient, on one drawn routing."""
+    num_tokens, topk, num_experts, hidden = sizes
+    (dtype, scales_dtype), generator = mixture, generator_of(seed)
+    drop = mode in (1, 3)
+    slots = num_tokens * topk
+    capacity = int(integers(generator, 1, num_tokens + 1))
+    active = int(integers(generator, 0, slots + 2))
+    ids = integers(generator, -1, num_experts, num_tokens, topk)
+    x = normal(generator, num_tokens, hidden, dtype=dtype)
+    flat = ids.flatten().tolist()
+    if drop:
+        row_of_slot, used = [], [0] * num_experts
+        for expert in flat:
+            fits = expert >= 0 and used[expert] < capacity
+            row_of_slot.append(expert * capacity + used[expert] if fits else -1)
+            if expert >= 0:
+                used[expert] += 1
+        count, shape = num_experts * capacity, (num_experts, capacity, hidden)
+    else:
+        row_of_slot = rows_by_expert(flat)
+        count = min(active, slots) if active else slots
+        shape = (count, hidden)
+    counts = [flat.count(expert) for expert in range(num_experts)]
+    flag = int(integers(generator, 0, 3))
+
+    expanded, indices = poison(*shape, dtype=dtype), empty_ids(slots)
+    counts_out, before = empty_ids(num_experts), empty_ids(num_experts)
+    arguments = x, ids, active, capacity, num_experts, int(drop), flag, True, expanded, indices, counts_out, before
+    run("MoeInitRoutingV2", *arguments)
+    same(indices, row_of_slot)
+    same(expanded.reshape(count, hidden), placed(x.repeat_interleave(topk, 0), row_of_slot, count))
+    same(before, counts if drop else [-77] * num_experts)
+    cumulative = [sum(counts[: e + 1]) for e in range(num_experts)]
+    same(counts_out, [-77] * num_experts if drop or flag == 0 else cumulative if flag == 1 else counts)
+
+    y = normal(generator, *shape, dtype=dtype)
+    slot_rows = gathered(y.reshape(count, hidden), row_of_slot)
+    out = poison(num_tokens, hidden, dtype=dtype)
+    if drop or active == 0 or active == count:
+        run("MoeInitRoutingV2Grad", y, indices, topk, int(drop), active, out)
+        close(out, slot_rows.reshape(num_tokens, topk, hidden).sum(1))
+
+    scales = normal(generator, num_tokens, topk, dtype=scales_dtype)
+    bias = normal(generator, num_experts, hidden, dtype=dtype) if biased else None
+    shared = normal(generator, 2, num_tokens, hidden, dtype=dtype)
+    first = shared[0] if seed_bit(generator) else None
+    second = shared[1] if first is not None and seed_bit(generator) else None
+    layout = indices if mode in (2, 3) else indices.reshape(num_tokens, topk).t().reshape(-1)
+    run("MoeFinalizeRoutingV2", y, layout, first, second, bias, scales, ids if biased else None, mode, out)
+    bias_rows = torch.zeros(slots, hidden, dtype=torch.float64) if bias is None else gathered(bias, flat)
+    expected = ((slot_rows + bias_rows) * scales.double().reshape(-1, 1)).reshape(num_tokens, topk, hidden).sum(1)
+    for extra in (first, second):
+        expected = expected if extra is None else expected + extra.double()
+    close(out, expected)
+
+    grad = normal(generator, num_tokens, hidden, dtype=dtype)
+    spread_grad = grad.double().repeat_interleave(topk, 0)
+    rows_out, scales_out = poison(*shape, dtype=dtype), poison(num_tokens, topk, dtype=scales_dtype)
+    arguments = grad, indices, y, scales, ids, bias, int(drop), active, num_experts, capacity, rows_out, scales_out
+    run("MoeFinalizeRoutingV2Grad", *arguments)
+    close(
+        rows_out.reshape(count, hidden),
+        placed(spread_grad * scales.double().reshape(-1, 1), row_of_slot, count),
+    )
+    dots = ((slot_rows + bias_rows) * spread_grad).sum(1)
+    live = torch.tensor([0 <= row < count for row in row_of_slot])
+    close(scales_out, torch.where(live, dots, 0.0).reshape(num_tokens, topk))
+
+
+def test_finalize_routing_without_scales() -> None:
+    rows, out = f32([[1.0, 2.0], [3.0, 4.0]]), poison(2, 2)
+    run("MoeFinalizeRoutingV2", rows, i32([1, 0]), None, None, None, None, None, 0, out)
+    same(out, [[3.0, 4.0], [1.0, 2.0]])
+    run("MoeFinalizeRoutingV2Grad", rows, i32([1, -1]), None, None, None, None, 0, 0, 0, 0, out, None)
+    same(out, [[0.0, 0.0], [1.0, 2.0]])
+
+
+def test_shared_experts_are_added_before_the_first_rounding() -> None:
+    """x1 + x2 in bfloat16 would lose the small part that the routed row brings back."""
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    tiny = one * 2.0**-9
+    out = poison(1, 1, dtype=torch.bfloat16)
+    run("MoeFinalizeRoutingV2", -one, i32([0]), one, tiny, None, None, None, 0, out)
+    same(out, [[2.0**-9]])
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 5), max_size=20), st.integers(1, 7))
+def test_compute_expert_tokens(experts: list[int], num_experts: int) -> None:
+    experts = sorted(experts)
+    out = empty_ids(num_experts)
+    run("MoeComputeExpertTokens", i32(experts), num_experts, out)
+    same(out, [sum(e <= expert for e in experts) for expert in range(num_experts)])
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 4), st.integers(1, 4), SEEDS, st.booleans())
+def test_re_routing_of_any_lengths(ranks: int, num_experts: int, seed: int, wide: bool) -> None:
+    generator = generator_of(seed)
+    lengths = integers(generator, 0, 4, ranks, num_experts)
+    lengths = lengths.long() if wide else lengths
+    count = int(lengths.sum())
+    tokens, scales = normal(generator, count, 5, dtype=torch.bfloat16), normal(generator, count)
+    chunks = list(torch.arange(count).split(lengths.flatten().tolist()))
+    order = torch.cat([chunks[r * num_experts + e] for e in range(num_experts) for r in range(ranks)])
+    rows, row_scales = poison(count, 5, dtype=torch.bfloat16), poison(count)
+    indices, counts = empty_ids(count), poison(num_experts, dtype=lengths.dtype)
+    run("MoeReRouting", tokens, lengths, scales, 1, 0, rows, row_scales, indices, counts)
+    same(indices, order)
+    same(rows, tokens[order])
+    same(row_scales, scales[order])
+    same(counts, lengths.sum(0))
+
+
+def test_re_routing_where_the_lengths_do_not_add_up() -> None:
+    """Tokens behind the last chunk have no row: zero rows, index -1."""
+    tokens, rows = ones(4, 2), poison(4, 2)
+    indices, counts = empty_ids(4), empty_ids(1)
+    run("MoeReRouting", tokens, i32([[1], [2]]), None, 1, 0, rows, None, indices, counts)
+    same(indices, [0, 1, 2, -1])
+    same(rows, [[1.0, 1.0]] * 3 + [[0.0, 0.0]])
+
+
+# ---------------------------------------------------------------------------- empty tensors
+
+EMPTY: list[tuple[str, dict[str, Any]]] = [
+    (P, {"permutedOutputGrad": torch.empty(0, 2), "sortedIndices": i32([]), "out": torch.empty(0, 2)}),
+    (P, {"permutedOutputGrad": torch.empty(6, 0), "out": torch.empty(3, 0)}),
+    (P, {"permutedOutputGrad": torch.empty(0, 2)}),
+    (R, {"permutedTokensOutputGrad": torch.empty(6, 0), "tokenGradOut": torch.empty(3, 0)}),
+    (R, {"permutedTokensOutputGrad": torch.empty(0, 2), "sortedIndices": i32([]), "permutedProbsOutputGradOptional": torch.empty(0)}),
+    (R, {"permutedTokensOutputGrad": torch.empty(0, 2), "sortedIndices": i32([]), "permutedProbsOutputGradOptional": torch.empty(0), "dropAndPad": True}),
+    (U, {"unpermutedTokensGrad": torch.empty(3, 0), "permutedTokensOptional": torch.empty(6, 0), "permutedTokensGradOut": torch.empty(6, 0)}),
+    (U, {"outIndex": i32([]), "permuteTokenId": i32([]), "permutedTokensOptional": torch.empty(0, 2), "permutedTokensGradOut": torch.empty(0, 2)}),
+    ("MoeTokenPermute", {"tokens": torch.empty(0, 2), "indices": torch.empty(0, 2, dtype=torch.int32), "permuteTokensOut": torch.empty(0, 2), "sortedIndicesOut": empty_ids(0)}),
+    ("MoeTokenPermute", {"tokens": torch.empty(3, 0), "permuteTokensOut": torch.empty(6, 0)}),
+    ("MoeTokenPermute", {"indices": torch.empty(3, 0, dtype=torch.int32), "permuteTokensOut": torch.empty(0, 2), "sortedIndicesOut": empty_ids(0)}),
+    ("MoeTokenPermuteWithEp", {"tokens": torch.empty(3, 0), "permuteTokensOut": torch.empty(4, 0)}),
+    ("MoeTokenPermuteWithRoutingMap", {"tokens": torch.empty(0, 2), "routingMap": torch.empty(0, 4, dtype=torch.bool), "probsOptional": torch.empty(0, 4), "numOutTokens": 0, "permuteTokensOut": torch.empty(0, 2), "permuteProbsOutOptional": torch.empty(0), "sortedIndicesOut": empty_ids(0)}),
+    ("MoeTokenPermuteWithRoutingMap", {"routingMap": torch.empty(3, 0, dtype=torch.bool), "probsOptional": torch.empty(3, 0), "numOutTokens": 0, "dropAndPad": True, "permuteTokensOut": torch.empty(0, 2), "permuteProbsOutOptional": torch.empty(0), "sortedIndicesOut": empty_ids(0)}),
+    ("MoeTokenPermuteWithRoutingMap", {"numOutTokens": 3, "dropAndPad": True, "permuteTokensOut": torch.empty(0, 2), "permuteProbsOutOptional": torch.empty(0), "sortedIndicesOut": empty_ids(0)}),
+    ("MoeTokenUnpermuteWithRoutingMap", {"sortedIndices": i32([]), "permutedTokens": torch.empty(0, 2), "outIndex": empty_ids(0), "permuteTokenId": empty_ids(0), "permuteProbs": torch.empty(0)}),
+    ("MoeTokenUnpermuteWithRoutingMap", {"permutedTokens": torch.empty(6, 0), "unpermutedTokens": torch.empty(3, 0)}),
+    ("MoeTokenUnpermuteWithRoutingMap", {"permutedTokens": torch.empty(0, 2)}),
+    ("MoeTokenUnpermute", {"permutedTokens": torch.empty(0, 2)}),
+    ("MoeTokenUnpermute", {"permutedTokens": torch.empty(0, 2), "sortedIndices": i32([]), "probsOptional": torch.empty(0, 2), "out": torch.empty(0, 2)}),
+    ("MoeTokenUnpermute", {"permutedTokens": torch.empty(0, 2), "sortedIndices": i32([]), "probsOptional": torch.empty(3, 0)}),
+    ("MoeInitRoutingV2", {"x": torch.empty(0, 2), "expertIdx": torch.empty(0, 2, dtype=torch.int32), "expandedXOut": torch.empty(0, 2), "expandedRowIdxOut": empty_ids(0)}),
+    ("MoeInitRoutingV2Grad", {"gradExpandedX": torch.empty(0, 2), "expandedRowIdx": i32([]), "out": torch.empty(0, 2)}),
+    ("MoeFinalizeRoutingV2", {"expandedX": torch.empty(6, 0), "x1Optional": torch.empty(3, 0), "x2Optional": torch.empty(3, 0), "biasOptional": torch.empty(4, 0), "out": torch.empty(3, 0)}),
+    ("MoeFinalizeRoutingV2Grad", {"gradY": torch.empty(0, 2), "expandedRowIdx": i32([]), "expandedXOptional": torch.empty(0, 2), "scalesOptional": torch.empty(0, 2), "expertIdxOptional": torch.empty(0, 2, dtype=torch.int32), "gradExpandedXOut": torch.empty(0, 2), "gradScalesOut": torch.empty(0, 2)}),
+    ("MoeComputeExpertTokens", {"sortedExperts": i32([])}),
+    ("MoeReRouting", {"tokens": torch.empty(0, 2), "perTokenScalesOptional": torch.empty(0), "expertTokenNumPerRank": torch.zeros(2, 2, dtype=torch.int32), "permuteTokensOut": torch.empty(0, 2), "permutePerTokenScalesOut": torch.empty(0), "permuteTokenIdxOut": empty_ids(0)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, changes", EMPTY)
+def test_empty_tensors(name: str, changes: dict[str, Any]) -> None:
+    """Workspace 0 and zeros in what still has elements; operator 3 has no H to sum over and gives zeros too."""
+    arguments = GOOD[name]() | changes
+    run(name, *arguments.values())
+    for parameter, value in zip(SIGNATURES[name].parameters, arguments.values(), strict=True):
+        if "out" in parameter.kind and value is not None:
+            same(value, torch.zeros_like(value))
+
+
+def test_padded_unpermute_without_a_hidden_size_still_gives_the_indices() -> None:
+    out_index, token_ids, probs = empty_ids(4), empty_ids(4), poison(4)
+    run(
+        "MoeTokenUnpermuteWithRoutingMap",
+        torch.empty(4, 0), i32([2, 0, 1, 0]), routing_map(), ones(3, 4) * 0.5, True, None, torch.empty(3, 0), out_index,
+        token_ids, probs,
+    )  # fmt: skip
+    same(out_index, [1, 3, 2, 0])
+    same(token_ids, [0, 0, 1, 2])
+    same(probs, [0.5] * 4)
+
+
+# ---------------------------------------------------------------------------- decided contradictions
+
+
+def test_a_weight_of_zero_does_not_read_its_row() -> None:
+    out = poison(1, 2)
+    rows = f32([[math.inf, math.nan], [1.0, 2.0]])
+    run("MoeTokenUnpermute", rows, i32([0, 1]), f32([[0.0, 2.0]]), False, None, out)
+    same(out, [[2.0, 4.0]])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_gathers_copy_bits(dtype: torch.dtype) -> None:
+    x = torch.tensor([[0.0, -0.0, math.inf, -math.inf, math.nan, 1e-7]]).to(dtype)
+    rows, indices = poison(2, 6, dtype=dtype), empty_ids(2)
+    run("MoeTokenPermute", x, i32([[1, 0]]), 0, False, rows, indices)
+    bits = torch.int32 if dtype is torch.float32 else torch.int16
+    torch.testing.assert_close(rows.view(bits), x.view(bits).expand(2, 6), rtol=0, atol=0)
+
+
+def test_indices_beyond_every_range() -> None:
+    """No index value reads or writes outside: the ends of int32 name nothing."""
+    ends = [2**31 - 1, -(2**31), 1065353216, -1, 6, 0]
+    out = poison(3, 2)
+    run(P, ones(6, 2), i32(ends), 2, False, out)
+    same(out, [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
+    rows_out = poison(6, 2)
+    run("MoeTokenUnpermuteGrad", None, ones(6, 2), i32(ends), None, False, None, rows_out, None)
+    same(rows_out, [[1.0, 1.0]] + [[0.0, 0.0]] * 5)
+    rows, indices = poison(6, 2), empty_ids(6)
+    run("MoeTokenPermute", ones(3, 2), torch.tensor([[2**62, -(2**62)], [2**32, 0], [-1, 2**31]]), 0, False, rows, indices)
+    same(indices, [3, -1, 2, 0, -1, 1])
+    same(rows, [[1.0, 1.0]] * 4 + [[0.0, 0.0]] * 2)
+
+
+def test_the_deterministic_answer_is_the_only_one() -> None:
+    """A thousand rows for one token, several times: the same bits."""
+    rows, indices = torch.randn(4096, 33, generator=generator_of(0)), torch.zeros(4096, dtype=torch.int32)
+    rows = (rows * 64).round() / 64  # exact in any order, but for a sum that loses a row
+    found = []
+    for _ in range(3):
+        out = poison(4, 33)
+        run(R, rows, None, indices, None, 1, 4, True, out, None, workspace=16 * 2**20)
+        found.append(out)
+    same(found[1], found[0])
+    same(found[2], found[0])
+    close(found[0][:1], rows.double().sum(0, keepdim=True))

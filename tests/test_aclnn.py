@@ -5,6 +5,7 @@ Expectations are written here, in float64 and Python lists; none comes from the 
 
 import inspect
 import math
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import moeroute
 from moeroute import aclnn
 from moeroute.aclnn import core
 from moeroute.aclnn.signatures import SIGNATURES
+from moeroute.testing import assert_same_bits
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 NULL, INVALID, INNER, TILING, INNER_NULL = 161001, 161002, 561000, 561002, 561103
@@ -372,7 +375,21 @@ def test_init_routing_counts_and_active_rows(flag: int, counts: list[int] | None
 
 def test_init_routing_drops_and_pads() -> None:
     expanded, indices, before = poison(3, 2, 4), poison(6, dtype=torch.int32), poison(3, dtype=torch.int32)
-    run("MoeInitRoutingV2", f32(X34), i32([[1, 1], [2, 1], [1, -1]]), 0, 2, 3, 1, 0, True, expanded, indices, None, before)
+    run(
+        "MoeInitRoutingV2",
+        f32(X34),
+        i32([[1, 1], [2, 1], [1, -1]]),
+        0,
+        2,
+        3,
+        1,
+        0,
+        True,
+        expanded,
+        indices,
+        None,
+        before,
+    )
     same(indices, [2, 3, 4, -1, -1, -1])
     same(before, [0, 4, 1])
     zero = [0.0] * 4
@@ -610,7 +627,9 @@ def call_refused(name: str, changes: dict[str, Any], code: int) -> str:
     """The call with changes gives this code and a message, and writes nothing. Returns the message."""
     arguments = GOOD[name]() | changes
     assert list(arguments) == list(SIGNATURES[name].names)
-    outputs = [value for p, value in zip(SIGNATURES[name].parameters, arguments.values(), strict=True) if "out" in p.kind]
+    outputs = [
+        value for p, value in zip(SIGNATURES[name].parameters, arguments.values(), strict=True) if "out" in p.kind
+    ]
     before = [None if out is None else out.clone() for out in outputs]
     aclnn.aclGetRecentErrMsg()
     status, size, executor = prepare(name, *arguments.values())
@@ -634,7 +653,8 @@ def test_valid_call_writes_every_output(name: str) -> None:
     run(name, *arguments.values(), workspace=16 * 2**20 if name in SIXTEEN_MIB else 0)
     for parameter, value in zip(SIGNATURES[name].parameters, arguments.values(), strict=True):
         if "out" in parameter.kind and value is not None:
-            assert not value.isnan().any() and not (value == -77).any(), f"{parameter.name} has unwritten elements"
+            unwritten = value.isnan() | (value == -77)
+            assert not unwritten.any(), f"{parameter.name} has unwritten elements"
 
 
 SIXTEEN_MIB = ("MoeGatingTopKBackward", "MoeTokenPermuteWithRoutingMapGrad")
@@ -1068,7 +1088,10 @@ def test_topk_of_512_is_the_last() -> None:
         }  # fmt: skip
         assert prepare(U, *arguments.values())[0] == probs_code
         if topk == 513:  # K is bounded with probs only
-            without = {name: None for name in ("routingMapOptional", "permutedTokensOptional", "probsOptional", "probsGradOutOptional")}
+            without = {
+                name: None
+                for name in ("routingMapOptional", "permutedTokensOptional", "probsOptional", "probsGradOutOptional")
+            }
             assert prepare(U, *(arguments | without).values())[0] == 0
 
 
@@ -1228,7 +1251,7 @@ def lay_out(value: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 
 # ---------------------------------------------------------------------------- drawn inputs, plain Python
 
-MIXTURES = tuple((dtype, dtype) for dtype in FLOATS) + ((torch.bfloat16, torch.float32),)
+MIXTURES = (*((dtype, dtype) for dtype in FLOATS), (torch.bfloat16, torch.float32))
 SEEDS = st.integers(0, 2**31 - 1)
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 5), st.sampled_from((1, 3, 8, 70)))  # T, K, E, H
 
@@ -1342,7 +1365,11 @@ def test_unpermute_without_probs(sizes: tuple[int, int, int, int], seed: int, dt
     generator = generator_of(seed)
     rows = normal(generator, num_tokens, hidden, dtype=dtype)
     indices = integers(generator, -2, num_tokens + 2, num_tokens)
-    out, grad_out, untouched = poison(num_tokens, hidden, dtype=dtype), poison(num_tokens, hidden, dtype=dtype), poison(1)
+    out, grad_out, untouched = (
+        poison(num_tokens, hidden, dtype=dtype),
+        poison(num_tokens, hidden, dtype=dtype),
+        poison(1),
+    )
     run("MoeTokenUnpermute", rows, indices, None, False, None, out)
     same(out, gathered(rows, indices.tolist()))
     run("MoeTokenUnpermuteGrad", None, rows, indices, None, False, None, grad_out, untouched)
@@ -1353,7 +1380,11 @@ def test_unpermute_without_probs(sizes: tuple[int, int, int, int], seed: int, dt
 def draw_map(generator: torch.Generator, num_tokens: int, num_experts: int) -> Tensor:
     dense = torch.rand(1, generator=generator)
     chosen = torch.rand(num_tokens, num_experts, generator=generator) < dense
-    return chosen if seed_bit(generator) else chosen.to(torch.int8) * integers(generator, 1, 4, 1, num_experts).to(torch.int8)
+    return (
+        chosen
+        if seed_bit(generator)
+        else chosen.to(torch.int8) * integers(generator, 1, 4, 1, num_experts).to(torch.int8)
+    )
 
 
 def seed_bit(generator: torch.Generator) -> bool:
@@ -1487,7 +1518,7 @@ def test_routing_map_family_padded(
     tokens = []
     for expert in range(num_experts):
         column = [bool(one) for one in routing_map[:, expert]]
-        tokens += sorted(range(num_tokens), key=lambda t: not column[t])[:capacity]  # noqa: B023 - used at once
+        tokens += sorted(range(num_tokens), key=lambda t: not column[t])[:capacity]
     rows, indices = poison(count, hidden, dtype=dtype), empty_ids(count)
     row_probs = poison(count, dtype=probs_dtype) if with_probs else None
     num_out = min(count + int(integers(generator, 0, num_experts)), num_tokens * num_experts)
@@ -1501,7 +1532,9 @@ def test_routing_map_family_padded(
         indices = integers(generator, -1, num_tokens + 1, count)
         tokens = indices.tolist()
     known = [(i, t) for i, t in enumerate(tokens) if 0 <= t < num_tokens]
-    weight = [float(probs[t, i // capacity]) if with_probs and 0 <= t < num_tokens else 1.0 for i, t in enumerate(tokens)]
+    weight = [
+        float(probs[t, i // capacity]) if with_probs and 0 <= t < num_tokens else 1.0 for i, t in enumerate(tokens)
+    ]
 
     # 9
     y = normal(generator, count, hidden, dtype=dtype)
@@ -1600,7 +1633,14 @@ def test_unpermute_with_routing_map_grad_of_any_indices(
 
 
 @settings(max_examples=40)
-@given(st.integers(1, 5), st.integers(1, 6), st.integers(2, 70), SEEDS, st.sampled_from(FLOATS), st.sampled_from((1.0, 2.5, 0.1)))
+@given(
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.integers(2, 70),
+    SEEDS,
+    st.sampled_from(FLOATS),
+    st.sampled_from((1.0, 2.5, 0.1)),
+)
 def test_gating_backward(
     num_tokens: int, topk: int, num_experts: int, seed: int, dtype: torch.dtype, scale: float
 ) -> None:
@@ -1628,7 +1668,15 @@ def test_gating_backward(
     st.integers(0, 2), st.integers(0, 1), st.integers(0, 1), st.booleans(),
 )  # fmt: skip
 def test_gating_topk(
-    num_tokens: int, groups: int, members: int, seed: int, dtype: torch.dtype, norm: int, renorm: int, mode: int, biased: bool
+    num_tokens: int,
+    groups: int,
+    members: int,
+    seed: int,
+    dtype: torch.dtype,
+    norm: int,
+    renorm: int,
+    mode: int,
+    biased: bool,
 ) -> None:
     generator = generator_of(seed)
     members += members <= mode
@@ -1902,7 +1950,15 @@ def test_indices_beyond_every_range() -> None:
     run("MoeTokenUnpermuteGrad", None, ones(6, 2), i32(ends), None, False, None, rows_out, None)
     same(rows_out, [[1.0, 1.0]] + [[0.0, 0.0]] * 5)
     rows, indices = poison(6, 2), empty_ids(6)
-    run("MoeTokenPermute", ones(3, 2), torch.tensor([[2**62, -(2**62)], [2**32, 0], [-1, 2**31]]), 0, False, rows, indices)
+    run(
+        "MoeTokenPermute",
+        ones(3, 2),
+        torch.tensor([[2**62, -(2**62)], [2**32, 0], [-1, 2**31]]),
+        0,
+        False,
+        rows,
+        indices,
+    )
     same(indices, [3, -1, 2, 0, -1, 1])
     same(rows, [[1.0, 1.0]] * 4 + [[0.0, 0.0]] * 2)
 
@@ -1919,3 +1975,252 @@ def test_the_deterministic_answer_is_the_only_one() -> None:
     same(found[1], found[0])
     same(found[2], found[0])
     close(found[0][:1], rows.double().sum(0, keepdim=True))
+
+
+# ---------------------------------------------------------------------------- the core's bits
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 4),
+    st.integers(4, 9),
+    st.sampled_from((1, 64, 131, 300)),
+    SEEDS,
+    st.sampled_from(MIXTURES),
+)
+def test_the_bits_are_those_of_the_core(
+    num_tokens: int, topk: int, num_experts: int, hidden: int, seed: int, mixture: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """The same call through the core's reference backend, with no `out=`."""
+    (dtype, probs_dtype), generator = mixture, generator_of(seed)
+    with_reference: dict[str, Any] = {"backend": "reference"}
+    ids = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)[:, :topk].int()
+    x = normal(generator, num_tokens, hidden, dtype=dtype)
+    probs = normal(generator, num_tokens, topk, dtype=probs_dtype)
+    slots = num_tokens * topk
+    plan = moeroute.plan_from_expert_ids(ids, num_experts, **with_reference)
+    y = normal(generator, slots, hidden, dtype=dtype)
+
+    rows, indices = poison(slots, hidden, dtype=dtype), empty_ids(slots)
+    run("MoeTokenPermute", x, ids, 0, False, rows, indices)
+    assert_same_bits((rows, indices), (moeroute.permute(x, plan, **with_reference), plan.row_of_slot))
+    out = poison(num_tokens, hidden, dtype=dtype)
+    run("MoeTokenPermuteGrad", y, indices, topk, False, out)
+    assert_same_bits(out, moeroute.permute_backward(y, plan, **with_reference))
+    run("MoeTokenUnpermute", y, indices, probs, False, None, out)
+    assert_same_bits(out, moeroute.unpermute(y, plan, probs, **with_reference))
+    rows_out, probs_out = poison(slots, hidden, dtype=dtype), poison(num_tokens, topk, dtype=probs_dtype)
+    run("MoeTokenUnpermuteGrad", y, x, indices, probs, False, None, rows_out, probs_out)
+    assert_same_bits((rows_out, probs_out), moeroute.unpermute_backward(x, y, plan, probs, **with_reference))
+
+    routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.bool).scatter(1, ids.long(), True)
+    dense = normal(generator, num_tokens, num_experts, dtype=probs_dtype)
+    plan = moeroute.plan_from_routing_map(routing_map, topk=topk, num_rows=slots, **with_reference)
+    row_probs = poison(slots, dtype=probs_dtype)
+    run("MoeTokenPermuteWithRoutingMap", x, routing_map, dense, slots, False, rows, row_probs, indices)
+    expected = moeroute.permute(x, plan, **with_reference), moeroute.permute_weights(dense, plan, **with_reference)
+    assert_same_bits((rows, row_probs, indices), (*expected, plan.row_of_slot))
+    token_ids, slot_probs = empty_ids(slots), poison(slots, dtype=probs_dtype)
+    arguments = y, indices, routing_map, dense, False, None, out, empty_ids(slots), token_ids, slot_probs
+    run("MoeTokenUnpermuteWithRoutingMap", *arguments)
+    assert_same_bits(out, moeroute.unpermute(y, plan, dense, **with_reference))
+    probs_out = poison(num_tokens, num_experts, dtype=probs_dtype)
+    arguments = x, indices, token_ids, routing_map, y, dense, False, None, rows_out, probs_out
+    run("MoeTokenUnpermuteWithRoutingMapGrad", *arguments)
+    expected = moeroute.unpermute_backward(x, y, plan, dense, accumulate=False, **with_reference)
+    assert_same_bits((rows_out, probs_out), expected)
+    arguments = y, row_probs, indices, routing_map, num_experts, num_tokens, False, out, probs_out
+    run(R, *arguments, workspace=16 * 2**20)
+    assert_same_bits(out, moeroute.permute_backward(y, plan, **with_reference))
+    assert_same_bits(probs_out, moeroute.permute_weights_backward(row_probs, plan, **with_reference))
+
+    gating = moeroute.gating_topk(
+        dense, topk, score="sigmoid", scaling_factor=2.5, weights_dtype=probs_dtype, **with_reference
+    )
+    weights, chosen, scores = (
+        poison(num_tokens, topk, dtype=probs_dtype),
+        empty_ids(num_tokens, topk),
+        poison(num_tokens, num_experts),
+    )
+    run("MoeGatingTopK", dense, None, topk, 1, 1, 0, 0, 1, True, 2.5, 1e-20, weights, chosen, scores)
+    assert_same_bits((weights, chosen, scores), tuple(gating))
+    logits_grad = poison(num_tokens, num_experts, dtype=probs_dtype)
+    run(B, scores, probs, chosen, 0, 1, 2.5, 1e-20, logits_grad, workspace=16 * 2**20)
+    expected = moeroute.gating_topk_backward(
+        gating.scores, probs, gating.expert_ids, score="sigmoid", renormalize=True, scaling_factor=2.5, **with_reference
+    )
+    assert_same_bits(logits_grad, expected)
+
+
+# ---------------------------------------------------------------------------- shapes of upstream's system tests
+
+FEW = 64 * 2**20
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def skip_large(size: int) -> None:
+    """More than 64 MiB of tensors are for those who ask for them."""
+    if size > FEW and not os.environ.get("MOEROUTE_LARGE"):
+        pytest.skip(f"{size >> 20} MiB of tensors: MOEROUTE_LARGE=1 runs it")
+
+
+@pytest.mark.parametrize("num_tokens, hidden, topk", (
+    (1, 7, 1), (1, 17, 1), (15, 1, 1), (1, 9, 39), (8, 7, 1), (9, 9, 1), (256, 20, 1), (19, 8, 275), (17, 19, 306),
+    (21, 1, 264), (13107, 991, 209), (13107, 827, 419), (13107, 879, 428), (13107, 957, 383),
+))  # fmt: skip
+def test_system_shapes_of_permute_grad(num_tokens: int, hidden: int, topk: int) -> None:
+    """Forward, then the gradient of ones: K everywhere."""
+    slots = num_tokens * topk
+    skip_large(2 * slots * hidden * 2)
+    generator = generator_of(num_tokens + topk)
+    ids = integers(generator, 0, 512, num_tokens, topk)
+    x = normal(generator, num_tokens, hidden, dtype=BF16)
+    rows, indices = torch.empty(slots, hidden, dtype=BF16), empty_ids(slots)
+    run("MoeTokenPermute", x, ids, 1_548_263_338, False, rows, indices)
+    order = torch.argsort(ids.flatten(), stable=True)
+    some = order[:: max(slots // 1000, 1)]
+    same(rows[:: max(slots // 1000, 1)], x[some // topk])
+    out = poison(num_tokens, hidden, dtype=BF16)
+    run("MoeTokenPermuteGrad", rows.fill_(1), indices, topk, False, out)
+    same(out, torch.full_like(out, topk))
+
+
+@pytest.mark.parametrize("num_tokens, num_experts, topk, dtype, scale", (
+    (2048, 192, 10, BF16, 1.0), (4096, 192, 10, BF16, 1.0), (2048, 256, 8, BF16, 1.0), (4096, 256, 8, BF16, 1.0),
+    (4096, 384, 8, BF16, 1.0), (2048, 384, 8, F32, 1.0), (8192, 192, 10, BF16, 1.0), (8192, 192, 10, F32, 1.0),
+    (2048, 193, 10, F16, 1.0), (1023, 191, 9, F16, 0.1), (8193, 383, 9, BF16, 2.5), (1023, 2000, 9, F32, 0.1),
+    (8193, 191, 9, F16, 2.5), (1023, 383, 9, BF16, 2.5), (8193, 191, 9, F32, 0.1), (512_000, 2, 1, BF16, 1.0),
+    (1, 2048, 2048, BF16, 1.0),
+))  # fmt: skip
+def test_system_shapes_of_gating_backward(
+    num_tokens: int, num_experts: int, topk: int, dtype: torch.dtype, scale: float
+) -> None:
+    """Forward with outFlag, then backward, against float64 autograd over the same choice."""
+    generator = generator_of(num_experts)
+    x, bias = normal(generator, num_tokens, num_experts, dtype=dtype), normal(generator, num_experts, dtype=dtype)
+    y, ids = poison(num_tokens, topk, dtype=dtype), empty_ids(num_tokens, topk)
+    scores, out = poison(num_tokens, num_experts), poison(num_tokens, num_experts, dtype=dtype)
+    run("MoeGatingTopK", x, bias, topk, 1, 1, 0, 0, 1, True, scale, 1e-20, y, ids, scores)
+    grad = normal(generator, num_tokens, topk, dtype=dtype)
+    run(B, scores, grad, ids, 0, 1, scale, 1e-20, out, workspace=16 * 2**20)
+    exact = x.double().requires_grad_()
+    chosen = exact.sigmoid().gather(1, ids.long())
+    weights = chosen / (chosen.sum(1, keepdim=True) + 1e-20) * scale
+    (expected,) = torch.autograd.grad(weights, exact, grad.double())
+    close(y, weights.detach())
+    close(out, expected)
+
+
+def draw_ragged(
+    generator: torch.Generator, num_tokens: int, num_experts: int, topk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A map with 1..K ones in each row, and the padded tables [T, K] of rows and experts, -1 where unused."""
+    order = torch.rand(num_tokens, num_experts, generator=generator).argsort(1)
+    counts = integers(generator, 1, topk + 1, num_tokens).long()[:, None]
+    ranks = torch.empty_like(order).scatter_(1, order, torch.arange(num_experts).expand_as(order))
+    routing_map = ranks < counts
+    experts = torch.argsort(~routing_map, dim=1, stable=True)[:, :topk]
+    number = (routing_map.t().reshape(-1).cumsum(0) - 1).reshape(num_experts, num_tokens).t()
+    used = torch.arange(topk) < counts
+    return routing_map, torch.where(used, number.gather(1, experts), -1), torch.where(used, experts, -1)
+
+
+@pytest.mark.parametrize("num_tokens, hidden, slots, num_experts, padded, dtype, probs_dtype", (
+    (44, 3020, 264, 141, False, F32, F32), (34, 4248, 204, 40, False, F32, F32), (94, 3618, 282, 55, False, BF16, BF16),
+    (99, 1373, 1089, 100, False, F32, F32), (756, 1534, 360, 60, True, F16, F16), (120, 4482, 372, 31, True, F32, F32),
+    (1904, 5716, 1904, 204, False, BF16, F32), (2625, 6869, 612, 102, True, BF16, F32), (2617, 7153, 539, 49, True, F16, F16),
+    (1262, 5912, 2524, 214, False, F32, F32), (2712, 6528, 40_680, 37, False, BF16, F32), (3566, 6880, 42_792, 93, False, F32, F32),
+    (3313, 6456, 49_695, 182, False, F32, F32), (3959, 6128, 55_426, 123, False, BF16, BF16),
+))  # fmt: skip
+@pytest.mark.parametrize("with_probs", (True, False))
+def test_system_shapes_of_unpermute_with_routing_map_grad(
+    num_tokens: int, hidden: int, slots: int, num_experts: int, padded: bool, dtype: torch.dtype, probs_dtype: torch.dtype,
+    with_probs: bool,
+) -> None:  # fmt: skip
+    skip_large((num_tokens + 2 * slots) * hidden * (4 if dtype is F32 else 2))
+    generator = generator_of(slots)
+    if padded:
+        capacity = slots // num_experts
+        tokens = torch.rand(num_experts, num_tokens, generator=generator).argsort(1)[:, :capacity].sort(1).values
+        routing_map = torch.zeros(num_tokens, num_experts, dtype=torch.int8).t().scatter(1, tokens, 1).t()
+        token_ids, row_of_slot = tokens.reshape(-1).sort(stable=True)
+        experts = row_of_slot // capacity
+    else:
+        topk = slots // num_tokens
+        routing_map, table, experts = draw_ragged(generator, num_tokens, num_experts, topk)
+        row_of_slot, experts = table.reshape(-1), experts.reshape(-1)
+        token_ids = torch.arange(slots) // topk
+    grad = normal(generator, num_tokens, hidden, dtype=dtype)
+    rows, probs = (
+        normal(generator, slots, hidden, dtype=dtype),
+        normal(generator, num_tokens, num_experts, dtype=probs_dtype),
+    )
+    rows_out, probs_out = poison(slots, hidden, dtype=dtype), poison(num_tokens, num_experts, dtype=probs_dtype)
+    optional = (routing_map, rows, probs) if with_probs else (None, None, None)
+    arguments = (
+        grad,
+        row_of_slot.int(),
+        token_ids.int(),
+        *optional,
+        padded,
+        [1],
+        rows_out,
+        probs_out if with_probs else None,
+    )
+    run(U, *arguments)
+
+    live = (row_of_slot >= 0).nonzero().flatten()
+    unnamed = torch.ones(slots, dtype=torch.bool).index_fill_(0, row_of_slot[live], False)
+    same(rows_out[unnamed], torch.zeros(int(unnamed.sum()), hidden))
+    for some in live[:: max(len(live) // 500, 1)].split(100):
+        left, token = row_of_slot[some], token_ids[some]
+        weight = probs[token, experts[some]].double()[:, None] if with_probs else 1.0
+        close(rows_out[left], weight * grad[token].double())
+        if with_probs:
+            dots = (rows[left].double() * grad[token].double()).sum(1)
+            torch.testing.assert_close(
+                probs_out[token, experts[some]].double(), dots, rtol=1.01 * ROUNDING[probs_dtype], atol=1e-3
+            )
+    if with_probs:
+        same(probs_out[routing_map == 0], torch.zeros(int((routing_map == 0).sum())))
+
+
+@pytest.mark.parametrize("rows, hidden, num_tokens, num_experts, padded, dtype, probs_dtype", (
+    (23, 24, 81, 23, True, BF16, F32), (198, 14, 18, 20, False, F32, F32), (234, 16, 78, 39, True, F16, F16),
+    (36, 204, 36, 19, False, F32, F32), (28, 237, 28, 97, False, F32, F32), (325, 33, 65, 52, False, F32, F32),
+    (672, 357, 42, 65, False, F16, F16), (620, 397, 124, 24, False, BF16, BF16), (484, 497, 121, 88, False, F32, F32),
+    (296, 820, 74, 125, False, F16, F16), (1328, 984, 43, 83, True, F32, F32), (1440, 967, 106, 90, True, F16, F16),
+    (2048, 746, 128, 25, False, BF16, F32), (1695, 959, 113, 99, False, F16, F16),
+))  # fmt: skip
+def test_system_shapes_of_permute_with_routing_map_grad(
+    rows: int,
+    hidden: int,
+    num_tokens: int,
+    num_experts: int,
+    padded: bool,
+    dtype: torch.dtype,
+    probs_dtype: torch.dtype,
+) -> None:
+    generator = generator_of(rows)
+    grad, probs_grad = normal(generator, rows, hidden, dtype=dtype), normal(generator, rows, dtype=probs_dtype)
+    expected = torch.zeros(num_tokens, hidden, dtype=torch.float64)
+    probs_expected = torch.zeros(num_tokens, num_experts, dtype=probs_dtype)
+    if padded:
+        capacity = rows // num_experts
+        indices = torch.rand(num_experts, num_tokens, generator=generator).argsort(1)[:, :capacity].reshape(-1)
+        routing_map = torch.ones(num_tokens, num_experts, dtype=torch.int8)
+        expected.index_add_(0, indices, grad.double())
+        probs_expected[indices, torch.arange(rows) // capacity] = probs_grad
+    else:
+        topk = rows // num_tokens
+        routing_map, table, experts = draw_ragged(generator, num_tokens, num_experts, topk)
+        indices = table.reshape(-1)
+        live = indices >= 0
+        expected.index_add_(0, (torch.arange(rows) // topk)[live], grad[indices[live]].double())
+        probs_expected[(torch.arange(rows) // topk)[live], experts.reshape(-1)[live]] = probs_grad[indices[live]]
+    out, probs_out = poison(num_tokens, hidden, dtype=dtype), poison(num_tokens, num_experts, dtype=probs_dtype)
+    arguments = grad, probs_grad, indices.int(), routing_map, num_experts, num_tokens, padded, out, probs_out
+    run(R, *arguments, workspace=16 * 2**20)
+    close(out, expected)
+    same(probs_out, probs_expected)

@@ -202,7 +202,8 @@ def test_finalize_bias_and_init_agree_in_every_bit(dtype: torch.dtype) -> None:
     plan = moeroute.plan_from_row_of_slot(rows_of, 3, 3, expert_of_slot=experts)
     rows, bias = special((3, 130), dtype, generator), special((3, 130), dtype, generator)
     init, weights = special((3, 130), dtype, generator), special((6,), torch.float32, generator)
-    for given_init, given_bias, given_weights in itertools.product((None, init), (None, bias), (None, weights)):
+    pair = init, special((3, 130), dtype, generator)
+    for given_init, given_bias, given_weights in itertools.product((None, init, pair), (None, bias), (None, weights)):
         results = [
             moeroute.combine(rows, plan, given_weights, init=given_init, bias=given_bias, backend=name)
             for name in ("cpu", "reference")
@@ -223,6 +224,8 @@ def test_finalize_numbers() -> None:
     weights = torch.tensor([2.0, 3.0, 0.5, 4.0])
     result = moeroute.combine(rows, plan, weights, init=init, bias=bias)
     assert result.flatten().tolist() == [100 + 2 * 11 + 3 * 20, 200 + 0.5 * 22 + 4 * 4]
+    result = moeroute.combine(rows, plan, weights, init=(init, 10 * init), bias=bias)
+    assert result.flatten().tolist() == [1100 + 2 * 11 + 3 * 20, 2200 + 0.5 * 22 + 4 * 4]
     x = torch.tensor([[1.0], [10.0]])
     assert moeroute.row_dots(rows, x, plan, bias=bias).tolist() == [11, 0, 220, 40]
 

@@ -266,13 +266,13 @@ def _gating_backward(case: Case, seed: int) -> Problem:
     grad = torch.randn(gating.weights.shape, generator=torch.Generator().manual_seed(1)).to(case.dtype)
     ids = gating.expert_ids.long()
 
+    leaf = i["logits"].clone().requires_grad_()
+    scores = leaf.float().sigmoid()
+    chosen = scores.gather(1, ids)
+    weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * 2.5
+
     def composition() -> Tensor:
-        chosen = gating.scores.gather(1, ids)
-        scaled = grad.float() * 2.5
-        total = chosen.sum(-1, keepdim=True) + 1e-20
-        inner = (chosen / total * scaled).sum(-1, keepdim=True)
-        grad_scores = torch.zeros_like(gating.scores).scatter_add_(1, ids, (scaled - inner) / total)
-        return (gating.scores * (1 - gating.scores) * grad_scores).to(grad.dtype)
+        return torch.autograd.grad(weights, leaf, grad.to(weights.dtype), retain_graph=True)[0]
 
     return Problem(
         lambda backend: moeroute.gating_topk_backward(

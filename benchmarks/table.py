@@ -1,7 +1,7 @@
 """Put the figures of a benchmark run into the README, between its two markers.
 
-    make bench ARGS="--out benchmarks/results"
-    .venv/bin/python benchmarks/table.py
+make bench ARGS="--out benchmarks/results"
+.venv/bin/python benchmarks/table.py
 """
 
 import json
@@ -33,7 +33,7 @@ def table() -> str:
     extra = next(line for line in lines if line["case"] == "memory")
     rows += [
         "",
-        f"One token (K = 8, H = 2048, bfloat16) through gating, plan, permute and unpermute: {one['ours_s'] * 1e6:.0f} µs, "
+        f"One token (K = 8, H = 2048, bfloat16), gating, plan, permute, unpermute: {one['ours_s'] * 1e6:.0f} µs, "
         f"{1 / one['times']:.1f} times one `index_select` of its 8 rows.",
         f"Memory of permute and unpermute, forward and backward, (1024, 8, 7168) bfloat16, besides "
         f"{extra['inputs_outputs_gradients_bytes'] / 2**20:.0f} MiB of inputs, outputs and gradients: "

@@ -173,7 +173,16 @@ def test_public_names_have_an_example(name: str) -> None:
 
 
 def test_public_classes_and_the_layer_have_a_docstring() -> None:
-    for thing in (moeroute.Gating, moeroute.BalanceStatistics, nn.MoE, nn.Router, nn.Experts, nn.SwiGLU, nn.Routing, nn.grouped_linear):
+    for thing in (
+        moeroute.Gating,
+        moeroute.BalanceStatistics,
+        nn.MoE,
+        nn.Router,
+        nn.Experts,
+        nn.SwiGLU,
+        nn.Routing,
+        nn.grouped_linear,
+    ):
         assert thing.__doc__
         assert not thing.__doc__.startswith(f"{thing.__name__}("), "a docstring that Python made up"
 

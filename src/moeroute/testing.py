@@ -221,21 +221,23 @@ def _groups(case: Case) -> tuple[int, int]:
     return (8, 4) if case.sizes["E"] >= 64 else (4, 2)
 
 
+def _gating_composition(
+    logits: Tensor, bias: Tensor, topk: int, num_groups: int, topk_groups: int
+) -> tuple[Tensor, ...]:
+    """weights, ids and scores by torch operators, as models write it."""
+    scores = logits.float().sigmoid()
+    biased = scores.detach() + bias
+    grouped = biased.view(biased.shape[0], num_groups, -1)
+    best = grouped.topk(2, dim=-1).values.sum(-1).topk(topk_groups, dim=-1).indices
+    kept = torch.zeros(best.shape[0], num_groups, dtype=torch.bool).scatter_(1, best, True)
+    ids = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1).topk(topk, dim=-1).indices
+    weights = scores.gather(1, ids)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5, ids, scores
+
+
 def _gating(case: Case, seed: int) -> Problem:
     i = make_inputs(case, seed)
-    topk = case.sizes["K"]
-    num_groups, topk_groups = _groups(case)
-
-    def composition() -> tuple[Tensor, Tensor, Tensor]:
-        scores = i["logits"].float().sigmoid()
-        biased = scores + i["bias"]
-        grouped = biased.view(biased.shape[0], num_groups, -1)
-        best = grouped.topk(2, dim=-1).values.sum(-1).topk(topk_groups, dim=-1).indices
-        kept = torch.zeros(best.shape[0], num_groups, dtype=torch.bool).scatter_(1, best, True)
-        masked = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
-        ids = masked.topk(topk, dim=-1).indices
-        weights = scores.gather(1, ids)
-        return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5, ids, scores
+    topk, (num_groups, topk_groups) = case.sizes["K"], _groups(case)
 
     def compare(ours: moeroute.Gating, theirs: tuple[Tensor, Tensor, Tensor]) -> None:
         # Near ties may fall either way under another exp; the values that were chosen may not differ.
@@ -254,10 +256,42 @@ def _gating(case: Case, seed: int) -> Problem:
             backend=backend,
             **_GATING,
         ),
-        composition,
+        lambda: _gating_composition(i["logits"], i["bias"], topk, num_groups, topk_groups),
         compare,
         0,
     )
+
+
+def _gating_training(case: Case, seed: int) -> Problem:
+    """Forward and backward through autograd: the gradient of the logits."""
+    i = make_inputs(case, seed)
+    topk, (num_groups, topk_groups) = case.sizes["K"], _groups(case)
+    grad = torch.randn(i["logits"].shape[0], topk, generator=torch.Generator().manual_seed(1))
+    leaf = i["logits"].requires_grad_()
+
+    def ours(backend: str | None) -> Tensor:
+        gating = moeroute.gating_topk(
+            leaf,
+            topk,
+            bias=i["bias"],
+            num_groups=num_groups,
+            topk_groups=topk_groups,
+            backend=backend,
+            **_GATING,
+        )
+        return torch.autograd.grad(gating.weights, leaf, grad)[0]
+
+    def composition() -> Tensor:
+        weights, _, _ = _gating_composition(leaf, i["bias"], topk, num_groups, topk_groups)
+        return torch.autograd.grad(weights, leaf, grad)[0]
+
+    def compare(ours: Tensor, theirs: Tensor) -> None:
+        same = ((ours != 0) == (theirs != 0)).all(1)  # near ties may fall either way under another exp
+        if same.float().mean().item() < 0.995:
+            raise AssertionError(f"other experts in {int((~same).sum())} of {len(same)} tokens")
+        _close(ours[same], theirs[same])
+
+    return Problem(ours, composition, compare, 0)
 
 
 def _gating_backward(case: Case, seed: int) -> Problem:
@@ -335,6 +369,7 @@ _PROBLEMS = {
     "combine weighted": _weighted_combine,
     "unpermute_backward": _unpermute_backward,
     "gating_topk": _gating,
+    "gating_topk and backward": _gating_training,
     "gating_topk_backward": _gating_backward,
     "plan_from_expert_ids": _plan,
     "one token": _one_token,
@@ -362,7 +397,7 @@ def _cases() -> Iterator[Case]:
             for t, k, h in sizes:
                 bounds = {"roof": roof, "kernel": kernel, "called": called}
                 yield Case(operator, dtype, {"T": t, "K": k, "H": h}, bounds)
-    for operator in ("gating_topk", "gating_topk_backward"):
+    for operator in ("gating_topk", "gating_topk and backward", "gating_topk_backward"):
         for dtype in halves:
             yield Case(operator, dtype, {"T": 4096, "K": 8, "E": 256}, {"kernel": 5.0})
     for slots in (16_384, 1_048_576):

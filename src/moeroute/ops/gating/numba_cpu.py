@@ -57,6 +57,7 @@ SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "topk_softmax": 3}
 SOFTMAX, SIGMOID, SQRTSOFTPLUS, TOPK_SOFTMAX = range(4)
 SMALL = memory.SMALLEST // 8  # elements that the pool does not care for, whatever their dtype
 empty = torch.empty
+ROWS_AT_ONCE = 4  # of the backward
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 
@@ -516,42 +517,60 @@ def backward_body(
     num_experts, k, out_stride, scores_stride, grad_weights_stride, ids_stride, grad_scores_stride, score, renormalize,
     scaling, eps, lo, hi,
 ):  # fmt: skip
-    work = np.empty(num_experts + 2 * k + 3 * LANES, np.float32)
+    grad_size = k + LANES
+    work = np.empty(num_experts + (ROWS_AT_ONCE + 1) * grad_size + ROWS_AT_ONCE, np.float32)
     total = pointer_to(work)
     chosen = advance(total, num_experts)
-    grad = advance(chosen, k + LANES)
+    grads = advance(chosen, grad_size)
+    gammas = advance(grads, ROWS_AT_ONCE * grad_size)
     for e in range(num_experts):
         total[e] = ZERO
-    for t in range(lo, hi):
-        score_row = advance(scores, t * scores_stride)
-        ids = advance(expert_ids, t * ids_stride)
-        extra = grad_scores
-        if not is_null(grad_scores):
-            extra = advance(grad_scores, t * grad_scores_stride)
-        offset = t * grad_weights_stride
-        gamma, done, dot = ZERO, False, ZERO
-        if score == SOFTMAX and not is_null(grad_scores):
-            dot = dot_row(score_row, 0, extra, 0, score_row, -1, num_experts)
-        if k <= EIGHT and score != TOPK_SOFTMAX:
-            g = load_gradients8(grad_weights, grad_weights_dtype, offset, k)
-            gamma, done = eight_slots(
-                grad, g * fill(g, scaling), score_row, ids, extra, dot, score, k, num_experts, renormalize, eps
-            )
-        if not done:
-            widen(grad, grad_weights, grad_weights_dtype, offset, k, ZERO)
-            for p in range(k):
-                grad[p] = grad[p] * scaling
-            gamma = any_slots(grad, chosen, score_row, ids, extra, dot, total, score, k, num_experts, renormalize, eps)
-        offset = t * out_stride
-        if out_dtype == FLOAT32:
-            row = advance(out, offset)
-            backward_row(row, score_row, extra, ids, grad, chosen, score, gamma, num_experts, k)
-        elif out_dtype == BFLOAT16:
-            brow = advance(retyped(out, "bfloat16"), offset)
-            backward_row(brow, score_row, extra, ids, grad, chosen, score, gamma, num_experts, k)
-        else:
-            hrow = advance(retyped(out, "float16"), offset)
-            backward_row(hrow, score_row, extra, ids, grad, chosen, score, gamma, num_experts, k)
+    for start in range(lo, hi, ROWS_AT_ONCE):
+        # First the slots of several rows, then their elements: one row's slots are a chain of sums and
+        # quotients, during which the processor has the other rows' to do.
+        stop = min(start + ROWS_AT_ONCE, hi)
+        for t in range(start, stop):
+            score_row = advance(scores, t * scores_stride)
+            ids = advance(expert_ids, t * ids_stride)
+            extra = grad_scores
+            if not is_null(grad_scores):
+                extra = advance(grad_scores, t * grad_scores_stride)
+            grad = advance(grads, (t - start) * grad_size)
+            offset = t * grad_weights_stride
+            gamma, done, dot = ZERO, False, ZERO
+            if score == SOFTMAX and not is_null(grad_scores):
+                dot = dot_row(score_row, 0, extra, 0, score_row, -1, num_experts)
+            if k <= EIGHT and score != TOPK_SOFTMAX:
+                g = load_gradients8(grad_weights, grad_weights_dtype, offset, k)
+                gamma, done = eight_slots(
+                    grad, g * fill(g, scaling), score_row, ids, extra, dot, score, k, num_experts, renormalize, eps
+                )
+            if not done:
+                widen(grad, grad_weights, grad_weights_dtype, offset, k, ZERO)
+                for p in range(k):
+                    grad[p] = grad[p] * scaling
+                gamma = any_slots(
+                    grad, chosen, score_row, ids, extra, dot, total, score, k, num_experts, renormalize, eps
+                )
+            gammas[t - start] = gamma
+        for t in range(start, stop):
+            score_row = advance(scores, t * scores_stride)
+            ids = advance(expert_ids, t * ids_stride)
+            extra = grad_scores
+            if not is_null(grad_scores):
+                extra = advance(grad_scores, t * grad_scores_stride)
+            grad = advance(grads, (t - start) * grad_size)
+            gamma = gammas[t - start]
+            offset = t * out_stride
+            if out_dtype == FLOAT32:
+                row = advance(out, offset)
+                backward_row(row, score_row, extra, ids, grad, chosen, score, gamma, num_experts, k)
+            elif out_dtype == BFLOAT16:
+                brow = advance(retyped(out, "bfloat16"), offset)
+                backward_row(brow, score_row, extra, ids, grad, chosen, score, gamma, num_experts, k)
+            else:
+                hrow = advance(retyped(out, "float16"), offset)
+                backward_row(hrow, score_row, extra, ids, grad, chosen, score, gamma, num_experts, k)
     work[0] = ZERO  # an array is freed after its last use, whoever has its address
 
 

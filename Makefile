@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench aclnn warm clean
+.PHONY: demo test test-large lint bench aclnn clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,10 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready lint
 	$(BIN)/python -m pytest
+
+# The upstream system-test shapes above 64 MiB of tensors; the largest takes 19 GiB.
+test-large: $(VENV)/ready
+	MOEROUTE_LARGE=1 $(BIN)/python -m pytest tests/test_aclnn.py -k system_shapes
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeroute import demo
+from moeroute import demo, report
 from moeroute.nn import MoE
 
 pytest.importorskip("rich")
@@ -87,7 +87,7 @@ def test_both_runs(dtype: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 INTERRUPTED = """
 import functools, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
-from moeroute import demo
+from moeroute import demo, report
 demo.Model = functools.partial(demo.Model, **{model!r})
 sys.exit(demo.run(steps=100000, threads=1, out={out!r}))
 """
@@ -135,10 +135,10 @@ def test_files_are_written_whole(before: bytes | None, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(os, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        demo._write_whole(target, b"new")
+        report.write(target, b"new")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == ([] if before is None else [before])
     monkeypatch.undo()
-    demo._write_whole(target, b"new")
+    report.write(target, b"new")
     assert target.read_bytes() == b"new"
     assert names(tmp_path) == ["chart.png"]
 

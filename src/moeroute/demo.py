@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moeroute import check, memory
+from moeroute import check, memory, report
 from moeroute.nn import Experts, MoE
 from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
 
@@ -896,7 +896,7 @@ def _save(folder: Path, runs: dict[str, Run], order: dict[str, Any], saved: list
     ours = runs["moeroute"]
 
     def save(name: str, content: Callable[[], bytes]) -> None:
-        _write_whole(folder / name, content())
+        report.write(folder / name, content())
         saved.append(name)
 
     if ours.losses:
@@ -905,20 +905,6 @@ def _save(folder: Path, runs: dict[str, Run], order: dict[str, Any], saved: list
         save("expert_load.png", lambda: _load_chart(ours))
     if ours.sample:
         save("sample.txt", ours.sample.encode)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    """The file has its old content or all of the new one, never a part."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)  # mkstemp makes it private
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _results(runs: dict[str, Run], order: dict[str, Any]) -> bytes:
@@ -932,16 +918,6 @@ def _results(runs: dict[str, Run], order: dict[str, Any]) -> bytes:
     if all(run.complete for run in runs.values()):
         results["alike"], results["verdict"] = _verdict(runs, order["dtype"])
     return json.dumps(results).encode()
-
-
-def _png(figure: Any) -> bytes:
-    import io
-
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
 
 
 def _loss_chart(runs: dict[str, Run]) -> bytes:
@@ -973,7 +949,7 @@ def _loss_chart(runs: dict[str, Run]) -> bytes:
     bottom.set_ylabel("|difference|")
     bottom.set_xlabel("step")
     bottom.grid(alpha=0.3)
-    return _png(figure)
+    return report.png(figure)
 
 
 def _load_chart(run: Run) -> bytes:
@@ -1001,7 +977,7 @@ def _load_chart(run: Run) -> bytes:
     axes[-1].set_xlabel("step")
     bar = figure.colorbar(image, ax=list(axes), extend="max")
     bar.set_label("slots of the expert / equal share (1 = balanced)")
-    return _png(figure)
+    return report.png(figure)
 
 
 if __name__ == "__main__":

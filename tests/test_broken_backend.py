@@ -141,6 +141,7 @@ FUNCTION = {
     "unpermute_backward": "spread_dots",
     "gating_topk": "gating_topk",
     "gating_topk_backward": "gating_topk_backward",
+    "gating_topk and backward": "gating_topk_backward",
     "plan_from_expert_ids": "plan_expert_ids",
     "one token": "combine",
 }

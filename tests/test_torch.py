@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -382,7 +383,7 @@ print(moeroute.unpermute(moeroute.permute(torch.ones(1, 3), plan), plan).tolist(
 """
 
 
-def test_two_processes_compile_at_once_and_without_a_cache_folder(tmp_path: os.PathLike[str]) -> None:
+def test_two_processes_compile_at_once(tmp_path: os.PathLike[str]) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     both = [
         subprocess.Popen([sys.executable, "-c", COLD], env=environment, stdout=subprocess.PIPE, text=True)
@@ -392,3 +393,22 @@ def test_two_processes_compile_at_once_and_without_a_cache_folder(tmp_path: os.P
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         assert output.strip() == "[[2.0, 2.0, 2.0]]"
+
+
+UNCACHED = """
+from numba.core.caching import CacheImpl
+CacheImpl._locator_classes = []  # as where no folder can be written
+from moeroute import cli
+{call}
+from moeroute.ops import launch
+assert launch.cache_folder() is None
+cli.main(["info"])
+"""
+
+
+def test_without_a_cache_folder_kernels_run_and_info_says_so() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNCACHED.format(call=COLD)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("[[2.0, 2.0, 2.0]]\n")
+    assert re.search(r"^kernel cache +none: ", done.stdout, re.MULTILINE)

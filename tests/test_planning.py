@@ -1320,3 +1320,67 @@ def test_a_plan_goes_into_a_compiled_function():
     for ids in (IDS, torch.cat([IDS, IDS])):
         plan = plan_from_expert_ids(ids, 3)
         assert torch.equal(compiled(plan), plan.token_of_row * len(ids))
+
+
+# ---------------------------------------------------------------------------- out=
+
+
+OUT_CASES = {
+    "ids": lambda out, backend: plan_from_expert_ids(
+        torch.tensor([[2, 0], [-1, 2], [0, 2]]), 4, capacity=2, align=2, out=out, backend=backend
+    ),
+    "any ids": lambda out, backend: plan_from_expert_ids(
+        torch.tensor([[2, 10**12], [-1, 2], [0, 2]]), None, out=out, backend=backend
+    ),
+    "table": lambda out, backend: plan_from_routing_map(
+        torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool), topk=2, out=out, backend=backend
+    ),
+    "map": lambda out, backend: plan_from_routing_map(
+        torch.tensor([[1, 1, 1], [0, 1, 0], [1, 0, 1]], dtype=torch.bool), out=out, backend=backend
+    ),
+    "fill": lambda out, backend: plan_from_routing_map(
+        torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool),
+        capacity=2,
+        fill=True,
+        out=out,
+        backend=backend,
+    ),
+    "rows": lambda out, backend: plan_from_row_of_slot(
+        torch.tensor([[3, -1], [9, 4], [5, 2]]), 3, 4, first_row=2, out=out, backend=backend
+    ),
+    "tokens": lambda out, backend: plan_from_token_ids(torch.tensor([1, 0, 7, 1, 0, 2]), 3, out=out, backend=backend),
+    "segments": lambda out, backend: plan_from_segments(torch.tensor([[2, 1], [1, 2]]), 6, out=out, backend=backend),
+}
+
+
+@pytest.mark.parametrize("name", OUT_CASES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_out_gets_row_of_slot(name: str, backend: str) -> None:
+    plan = OUT_CASES[name](None, backend)
+    assert plan.num_slots == 6
+    for out in (
+        torch.empty(6, dtype=torch.int32),
+        torch.empty(3, 2, dtype=torch.int32),
+        torch.empty(6, 3, dtype=torch.int32)[:, 1],
+        torch.empty(2, 3, dtype=torch.int32).t(),
+    ):
+        again = OUT_CASES[name](out, backend)
+        assert out.reshape(-1).tolist() == plan.row_of_slot.tolist()
+        for field in ("row_of_slot", "slot_of_row", "expert_of_slot", "slot_offsets", "tokens_per_expert"):
+            a, b = getattr(again, field), getattr(plan, field)
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.tolist() == b.tolist()
+        if out.is_contiguous():
+            assert again.row_of_slot.data_ptr() == out.data_ptr()
+    for wrong in (torch.empty(5, dtype=torch.int32), torch.empty(6), 3):
+        with pytest.raises((ValueError, TypeError), match=r"^moeroute.plan_from_\w+: out must be "):
+            OUT_CASES[name](wrong, backend)
+
+
+def test_out_in_many_chunks() -> None:
+    ids = torch.randint(-1, 64, (100_000, 2))
+    out = torch.empty(200_000, dtype=torch.int32)
+    plan = plan_from_expert_ids(ids, 64, out=out)
+    assert plan.row_of_slot.data_ptr() == out.data_ptr()
+    assert torch.equal(out, plan_from_expert_ids(ids, 64).row_of_slot)

@@ -583,6 +583,11 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def _slots(out: Tensor | None, num_slots: int) -> Tensor:
+    """Where row_of_slot is written: the caller's contiguous int32 tensor, or a fresh one."""
+    return memory.empty((num_slots,), torch.int32) if out is None else out
+
+
 def _chunks(work: int, bins: int) -> int:
     """1 where the work is small, or smaller than the tables of several chunks."""
     return 1 if work < SERIAL_WORK else max(min(thread_count(), work // (2 * bins + 1)), 1)
@@ -601,6 +606,7 @@ def _count_up(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """The plan of these ids in three steps; last the end of each expert's live rows."""
     num_slots, experts, dtype = ids.numel(), last_expert - first_expert, ids.dtype
@@ -609,7 +615,7 @@ def _count_up(
     counts = torch.empty((chunks + 1, experts), dtype=torch.int64, device=CPU)
     tokens = torch.empty(experts, dtype=torch.int64, device=CPU)
     rows = torch.empty(experts, dtype=torch.int64, device=CPU) if segment is not None or align > 1 else None
-    row_of_slot = memory.empty((num_slots,), torch.int32)
+    row_of_slot = _slots(out, num_slots)
     counts_at, tokens_at, rows_at, ids_at = counts.data_ptr(), tokens.data_ptr(), _address(rows), ids.data_ptr()
     _count(dtype, chunks, work, counts_at, ids_at, first_expert, last_expert, num_slots, chunks)
     total = _add_up(
@@ -635,13 +641,14 @@ def _assign_rows(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     num_slots, padded = ids.numel(), segment is not None or align > 1
     limit = num_slots if num_rows is None else num_rows
     if SLOT_WORK * (num_slots + limit) >= SERIAL_WORK or (padded and num_rows is None):
-        return _count_up(ids, first_expert, last_expert, capacity, segment, align, num_rows)[:4]
+        return _count_up(ids, first_expert, last_expert, capacity, segment, align, num_rows, out)[:4]
     experts = last_expert - first_expert
-    row_of_slot = empty(num_slots, dtype=INT32, device=CPU)
+    row_of_slot = empty(num_slots, dtype=INT32, device=CPU) if out is None else out
     slot_of_row = empty(limit, dtype=INT32, device=CPU)
     tokens = empty(experts, dtype=INT64, device=CPU)
     rows = empty(experts, dtype=INT64, device=CPU) if padded else None
@@ -677,15 +684,16 @@ def plan_expert_ids(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     if weights is not None and capacity is not None:
         expert_ids = _keep_heavy(expert_ids, weights, first_expert, last_expert, capacity)
-    return _assign_rows(expert_ids, first_expert, last_expert, capacity, segment, align, num_rows)
+    return _assign_rows(expert_ids, first_expert, last_expert, capacity, segment, align, num_rows, out)
 
 
-def plan_any_ids(expert_ids: Tensor, num_rows: int | None) -> tuple[Tensor, Tensor]:
+def plan_any_ids(expert_ids: Tensor, num_rows: int | None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     num_slots = expert_ids.numel()
-    row_of_slot = memory.empty((num_slots,), torch.int32)
+    row_of_slot = _slots(out, num_slots)
     slot_of_row = memory.empty((num_slots,), torch.int32)
     limit = num_slots if num_rows is None else num_rows
     live = _sort_ids(
@@ -710,6 +718,7 @@ def plan_routing_map(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
     num_tokens, num_experts = routing_map.shape
     work = num_tokens * num_experts
@@ -734,13 +743,19 @@ def plan_routing_map(
     if slot_weights is not None and capacity is not None:
         ids = _keep_heavy(ids, slot_weights, first_expert, last_expert, capacity)
     if fill:
-        return _fill_experts(slot_offsets, expert_of_slot, ids, first_expert, last_expert, capacity, segment, num_rows)
+        return _fill_experts(
+            slot_offsets, expert_of_slot, ids, first_expert, last_expert, capacity, segment, num_rows, out
+        )
+    ragged = out if topk is None else None
+    if ragged is not None and ragged.numel() != num_slots:
+        wanted = f"of S = {num_slots} elements, one for each true entry"
+        raise check.wrong_shape("plan_from_routing_map", "out", wanted, ragged)
     row_of_slot, slot_of_row, tokens, rows = _assign_rows(
-        ids, first_expert, last_expert, capacity, segment, align, num_rows
+        ids, first_expert, last_expert, capacity, segment, align, num_rows, ragged
     )
     if topk is None:
         return row_of_slot, slot_of_row, slot_offsets, expert_of_slot, tokens, rows
-    table_row = memory.empty((num_tokens * topk,), torch.int32)
+    table_row = _slots(out, num_tokens * topk)
     table_expert = memory.empty((num_tokens * topk,), torch.int32)
     _table(
         None, num_tokens, SLOT_WORK * num_tokens * topk, table_row.data_ptr(), table_expert.data_ptr(),
@@ -758,6 +773,7 @@ def _fill_experts(
     capacity: int,
     segment: int,
     num_rows: int,
+    out: Tensor | None,
 ) -> tuple[Tensor, ...]:
     num_tokens, experts = true_offsets.shape[0] - 1, last_expert - first_expert
     taken = min(capacity, num_tokens)
@@ -768,7 +784,7 @@ def _fill_experts(
     first_slots = torch.empty(chunks, dtype=torch.int64, device=CPU)
     tokens = torch.empty(experts, dtype=torch.int64, device=CPU)
     rows = torch.empty(experts, dtype=torch.int64, device=CPU)
-    row_of_slot = memory.empty((num_slots,), torch.int32)
+    row_of_slot = _slots(out, num_slots)
     expert_of_slot = memory.empty((num_slots,), torch.int32)
     slot_of_row = memory.empty((num_rows,), torch.int32)
     slot_offsets = torch.empty(num_tokens + 1, dtype=torch.int32, device=CPU)
@@ -789,8 +805,8 @@ def _fill_experts(
     return row_of_slot, slot_of_row, slot_offsets, expert_of_slot, tokens, rows
 
 
-def _narrowed(index: Tensor, first: int, count: int) -> Tensor:
-    out = memory.empty((index.numel(),), torch.int32)
+def _narrowed(index: Tensor, first: int, count: int, out: Tensor | None = None) -> Tensor:
+    out = _slots(out, index.numel())
     _narrow(index.dtype, index.numel(), SLOT_WORK * index.numel(), out.data_ptr(), index.data_ptr(), first, count)
     return out
 
@@ -804,15 +820,24 @@ def _inverse(row_of_slot: Tensor, num_rows: int) -> Tensor:
 
 
 def plan_row_of_slot(
-    row_of_slot: Tensor, expert_of_slot: Tensor | None, num_rows: int, first_row: int
+    row_of_slot: Tensor,
+    expert_of_slot: Tensor | None,
+    num_rows: int,
+    first_row: int,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    row_of_slot = _narrowed(row_of_slot, first_row, num_rows)
+    row_of_slot = _narrowed(row_of_slot, first_row, num_rows, out)
     experts = None if expert_of_slot is None else _narrowed(expert_of_slot, 0, LARGEST + 1)
     return row_of_slot, _inverse(row_of_slot, num_rows), experts
 
 
 def plan_token_ids(
-    token_ids: Tensor, rows: Tensor | None, num_tokens: int, num_rows: int, num_experts: int | None
+    token_ids: Tensor,
+    rows: Tensor | None,
+    num_tokens: int,
+    num_rows: int,
+    num_experts: int | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     num_slots = token_ids.shape[0]
     # The counting sort again, with tokens for experts and entries for slots.
@@ -820,7 +845,7 @@ def plan_token_ids(
     slot_offsets = torch.empty(num_tokens + 1, dtype=torch.int32, device=CPU)
     slot_offsets[0] = 0
     slot_offsets[1:] = ends
-    row_of_slot = memory.empty((num_slots,), torch.int32)
+    row_of_slot = _slots(out, num_slots)
     experts = None if num_experts is None else memory.empty((num_slots,), torch.int32)
     rows_per_expert = 1 if num_experts is None else max(num_rows // num_experts, 1)
     _entry_rows(
@@ -836,14 +861,14 @@ def plan_token_ids(
     return row_of_slot, slot_of_row, slot_offsets, experts, tokens
 
 
-def plan_segments(lengths: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def plan_segments(lengths: Tensor, num_tokens: int, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     ranks, experts = lengths.shape
     starts = torch.empty((3, ranks, experts), dtype=torch.int64, device=CPU)
     tokens = torch.empty(experts, dtype=torch.int64, device=CPU)
     _segment_starts(
         lengths.dtype, experts, 0, starts.data_ptr(), tokens.data_ptr(), lengths.data_ptr(), ranks, num_tokens
     )
-    row_of_slot = memory.empty((num_tokens,), torch.int32)
+    row_of_slot = _slots(out, num_tokens)
     slot_of_row = memory.empty((num_tokens,), torch.int32)
     work = num_tokens
     _segments(

@@ -284,6 +284,28 @@ def _experts(operator: str, num_experts: int, expert_range: Any) -> tuple[int, i
     return first, last
 
 
+def _destination(
+    operator: str, out: Any, num_slots: int | None, *inputs: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The caller's buffer for row_of_slot, checked, and the vector that a kernel writes (None: other strides)."""
+    if out is None:
+        return None, None
+    checks.tensor(operator, "out", out)
+    if torch.compiler.is_compiling():
+        raise checks.wrong_value(operator, "out", "None under torch.compile", "a tensor")
+    if out.dtype is not torch.int32:
+        raise checks.wrong_dtype(operator, "out", "torch.int32", out)
+    if num_slots is not None and out.numel() != num_slots:
+        raise checks.wrong_shape(operator, "out", f"of S = {num_slots} elements", out)
+    checks.writable(operator, "out", out, *inputs)
+    return out, out.view(-1) if out.is_contiguous() else None
+
+
+def _hand_over(row_of_slot: Tensor, out: Tensor | None) -> None:
+    if out is not None and not out.is_contiguous():
+        out.copy_(row_of_slot.view(out.shape))
+
+
 def _segment(
     operator: str, num_experts: int, capacity: int | None, pad: bool, align: int, num_rows: int | None
 ) -> tuple[int | None, int | None]:
@@ -425,10 +447,12 @@ def _ids_operator(
     return row_of_slot, slot_of_row, tokens, _some(rows, expert_ids, torch.int64)
 
 
-def _any_ids_operator(expert_ids: Tensor, num_rows: int | None, check: bool, backend: str) -> tuple[Tensor, Tensor]:
+def _any_ids_operator(
+    expert_ids: Tensor, num_rows: int | None, check: bool, backend: str, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     if check:
         _refuse_ids(expert_ids, None)
-    row_of_slot, slot_of_row = backends.module("planning", backend).plan_any_ids(expert_ids, num_rows)
+    row_of_slot, slot_of_row = backends.module("planning", backend).plan_any_ids(expert_ids, num_rows, out)
     return row_of_slot, slot_of_row
 
 
@@ -445,11 +469,12 @@ def _map_operator(
     num_rows: int | None,
     check: bool,
     backend: str,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if check:
         _refuse_map(routing_map, topk)
     row_of_slot, slot_of_row, offsets, experts, tokens, rows = backends.module("planning", backend).plan_routing_map(
-        routing_map, weights, first_expert, last_expert, topk, fill, capacity, segment, align, num_rows
+        routing_map, weights, first_expert, last_expert, topk, fill, capacity, segment, align, num_rows, out
     )
     return (
         row_of_slot,
@@ -462,19 +487,30 @@ def _map_operator(
 
 
 def _row_of_slot_operator(
-    row_of_slot: Tensor, expert_of_slot: Tensor | None, num_rows: int, first_row: int, backend: str
+    row_of_slot: Tensor,
+    expert_of_slot: Tensor | None,
+    num_rows: int,
+    first_row: int,
+    backend: str,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows, slots, experts = backends.module("planning", backend).plan_row_of_slot(
-        row_of_slot, expert_of_slot, num_rows, first_row
+        row_of_slot, expert_of_slot, num_rows, first_row, out
     )
     return rows, slots, _some(experts, row_of_slot, torch.int32)
 
 
 def _token_ids_operator(
-    token_ids: Tensor, rows: Tensor | None, num_tokens: int, num_rows: int, num_experts: int | None, backend: str
+    token_ids: Tensor,
+    rows: Tensor | None,
+    num_tokens: int,
+    num_rows: int,
+    num_experts: int | None,
+    backend: str,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     row_of_slot, slot_of_row, offsets, experts, tokens = backends.module("planning", backend).plan_token_ids(
-        token_ids, rows, num_tokens, num_rows, num_experts
+        token_ids, rows, num_tokens, num_rows, num_experts, out
     )
     return (
         row_of_slot,
@@ -485,8 +521,10 @@ def _token_ids_operator(
     )
 
 
-def _segments_operator(lengths: Tensor, num_tokens: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    row_of_slot, slot_of_row, tokens = backends.module("planning", backend).plan_segments(lengths, num_tokens)
+def _segments_operator(
+    lengths: Tensor, num_tokens: int, backend: str, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    row_of_slot, slot_of_row, tokens = backends.module("planning", backend).plan_segments(lengths, num_tokens, out)
     return row_of_slot, slot_of_row, tokens
 
 
@@ -616,6 +654,7 @@ def plan_from_expert_ids(
     align: int = 1,
     num_rows: int | None = None,
     check: bool = False,
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> RoutingPlan:
     """The plan for K chosen experts per token.
@@ -664,6 +703,8 @@ def plan_from_expert_ids(
 
     - `check=True` reads the ids: ValueError for one that is neither an expert nor -1 nor
       `num_experts`.
+    - `out`: an int32 tensor of S elements, of any strides, that gets `row_of_slot` (not under torch.compile);
+      the plan goes on using it.
     - `backend`: "reference", "cpu", or None to choose; weights in float64 need the reference.
 
     The result is the same whatever the backend and the number of threads. Raises TypeError for a
@@ -677,9 +718,11 @@ def plan_from_expert_ids(
     options = (num_experts, expert_range, capacity, drop, pad_to_capacity, align, num_rows, check)
     first, last, segment, num_rows = _ids_options(*options)
     if num_experts is None:
+        out, into = _destination(operator, out, num_tokens * topk, expert_ids)
         chosen = backends.choose(operator, backend, expert_ids.device)
-        if backends.plain(expert_ids):
-            row_of_slot, slot_of_row = _any_ids_operator(expert_ids, num_rows, check, chosen)
+        if out is not None or backends.plain(expert_ids):
+            row_of_slot, slot_of_row = _any_ids_operator(expert_ids, num_rows, check, chosen, into)
+            _hand_over(row_of_slot, out)
         else:
             row_of_slot, slot_of_row = _plan_any_ids(expert_ids, num_rows, check, chosen)
         return _plan(row_of_slot, slot_of_row, num_tokens, topk=topk)
@@ -692,12 +735,17 @@ def plan_from_expert_ids(
         raise checks.wrong_value(operator, "weights", "given with drop='weight'", None)
     dtype = None if weights is None else weights.dtype
     chosen = backends.choose(operator, backend, expert_ids.device, dtype)
-    if backends.plain(expert_ids, weights):
+    into = None
+    if out is not None:
+        out, into = _destination(operator, out, num_tokens * topk, expert_ids, weights)
+    if out is not None or backends.plain(expert_ids, weights):
         if check:
             _refuse_ids(expert_ids, num_experts)
         row_of_slot, slot_of_row, tokens, rows = backends.module("planning", chosen).plan_expert_ids(
-            expert_ids, weights, first, last, capacity, segment, align, num_rows
+            expert_ids, weights, first, last, capacity, segment, align, num_rows, into
         )
+        if out is not None:
+            _hand_over(row_of_slot, out)
     else:
         row_of_slot, slot_of_row, tokens, rows = _plan_expert_ids(
             expert_ids, weights, num_experts, first, last, capacity, segment, align, num_rows, check, chosen
@@ -727,6 +775,7 @@ def plan_from_routing_map(
     align: int = 1,
     num_rows: int | None = None,
     check: bool = False,
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> RoutingPlan:
     """The plan for a map [T, E] that is true where a token goes to an expert.
@@ -805,10 +854,19 @@ def plan_from_routing_map(
     dtype = None if weights is None else weights.dtype
     chosen = backends.choose(operator, backend, routing_map.device, dtype)
     routing_map = routing_map.contiguous()
-    call = _map_operator if backends.plain(routing_map, weights) else _plan_routing_map
-    row_of_slot, slot_of_row, offsets, experts, tokens, rows = call(
-        routing_map, weights, first, last, topk, fill, capacity, segment, align, num_rows, check, chosen
-    )
+    options = (first, last, topk, fill, capacity, segment, align, num_rows, check, chosen)
+    num_slots = None if topk is None else num_tokens * topk
+    if fill and capacity is not None:
+        num_slots = (last - first) * min(capacity, num_tokens)
+    out, into = _destination(operator, out, num_slots, routing_map, weights)
+    if out is not None or backends.plain(routing_map, weights):
+        found = _map_operator(routing_map, weights, *options, into)
+        if out is not None and out.numel() != found[0].numel():
+            raise checks.wrong_shape(operator, "out", f"of S = {found[0].numel()} elements", out)
+        _hand_over(found[0], out)
+    else:
+        found = _plan_routing_map(routing_map, weights, *options)
+    row_of_slot, slot_of_row, offsets, experts, tokens, rows = found
     padded = segment is not None or align > 1
     return _plan(
         row_of_slot,
@@ -830,6 +888,7 @@ def plan_from_row_of_slot(
     *,
     first_row: int = 0,
     expert_of_slot: Tensor | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> RoutingPlan:
     """The plan of somebody who knows the row of each slot, such as aclnn's `sortedIndices`.
@@ -848,7 +907,8 @@ def plan_from_row_of_slot(
 
     `expert_of_slot`, of the same number of elements and any integer dtype, is for weights [T, E] and
     a bias [E, H]; what is negative or does not fit into int32 becomes -1. The plan knows no
-    `num_experts` and no counts. K is the number of slots divided by T (1 where both are 0).
+    `num_experts` and no counts. K is the number of slots divided by T (1 where both are 0). `out`: as for
+    `plan_from_expert_ids`, here and in the other constructors.
 
     Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
     """
@@ -879,8 +939,13 @@ def plan_from_row_of_slot(
             raise checks.wrong_shape(operator, "expert_of_slot", wanted, expert_of_slot)
         checks.same_device(operator, "row_of_slot", row_of_slot, "expert_of_slot", expert_of_slot)
     chosen = backends.choose(operator, backend, row_of_slot.device)
-    call = _row_of_slot_operator if backends.plain(row_of_slot, expert_of_slot) else _plan_row_of_slot
-    rows, slots, experts = call(row_of_slot, expert_of_slot, num_rows, first_row, chosen)
+    out, into = _destination(operator, out, num_slots, row_of_slot, expert_of_slot)
+    if out is not None or backends.plain(row_of_slot, expert_of_slot):
+        found = _row_of_slot_operator(row_of_slot, expert_of_slot, num_rows, first_row, chosen, into)
+        _hand_over(found[0], out)
+    else:
+        found = _plan_row_of_slot(row_of_slot, expert_of_slot, num_rows, first_row, chosen)
+    rows, slots, experts = found
     return _plan(rows, slots, num_tokens, topk=topk, expert_of_slot=None if expert_of_slot is None else experts)
 
 
@@ -891,6 +956,7 @@ def plan_from_token_ids(
     rows: Tensor | None = None,
     num_rows: int | None = None,
     num_experts: int | None = None,
+    out: Tensor | None = None,
     backend: str | None = None,
 ) -> RoutingPlan:
     """The plan of somebody who knows the token of each row, such as Megatron's `sorted_indices`.
@@ -931,17 +997,22 @@ def plan_from_token_ids(
         if num_rows % num_experts:
             raise checks.wrong_value(operator, "num_rows", f"a multiple of num_experts = {num_experts}", num_rows)
     chosen = backends.choose(operator, backend, token_ids.device)
-    call = _token_ids_operator if backends.plain(token_ids, rows) else _plan_token_ids
-    row_of_slot, slot_of_row, offsets, experts, tokens = call(
-        token_ids, rows, num_tokens, num_rows, num_experts, chosen
-    )
+    out, into = _destination(operator, out, num_slots, token_ids, rows)
+    if out is not None or backends.plain(token_ids, rows):
+        found = _token_ids_operator(token_ids, rows, num_tokens, num_rows, num_experts, chosen, into)
+        _hand_over(found[0], out)
+    else:
+        found = _plan_token_ids(token_ids, rows, num_tokens, num_rows, num_experts, chosen)
+    row_of_slot, slot_of_row, offsets, experts, tokens = found
     if num_experts is None:
         return _plan(row_of_slot, slot_of_row, num_tokens, slot_offsets=offsets)
     per_expert = torch.full_like(tokens, num_rows // num_experts)
     return _plan(row_of_slot, slot_of_row, num_tokens, num_experts, None, offsets, experts, tokens, per_expert)
 
 
-def plan_from_segments(lengths: Tensor, num_tokens: int, *, backend: str | None = None) -> RoutingPlan:
+def plan_from_segments(
+    lengths: Tensor, num_tokens: int, *, out: Tensor | None = None, backend: str | None = None
+) -> RoutingPlan:
     """The plan that regroups chunks from several ranks by expert (MoeReRouting).
 
     `lengths` [ranks, E], of any integer dtype: the tokens lie rank by rank, and inside a rank expert
@@ -962,8 +1033,13 @@ def plan_from_segments(lengths: Tensor, num_tokens: int, *, backend: str | None 
     lengths = _index_tensor(operator, "lengths", lengths, "[ranks, E]", (2,))
     checks.integer(operator, "num_tokens", num_tokens, 0, LARGEST)
     chosen = backends.choose(operator, backend, lengths.device)
-    call = _segments_operator if backends.plain(lengths) else _plan_segments
-    row_of_slot, slot_of_row, tokens = call(lengths, num_tokens, chosen)
+    out, into = _destination(operator, out, num_tokens, lengths)
+    if out is not None or backends.plain(lengths):
+        found = _segments_operator(lengths, num_tokens, chosen, into)
+        _hand_over(found[0], out)
+    else:
+        found = _plan_segments(lengths, num_tokens, chosen)
+    row_of_slot, slot_of_row, tokens = found
     return _plan(
         row_of_slot,
         slot_of_row,

@@ -92,6 +92,16 @@ def _assign_rows(
     return row, tokens, rows, num_rows
 
 
+def _deliver(row_of_slot: Tensor, out: Tensor | None) -> Tensor:
+    row_of_slot = row_of_slot.to(torch.int32)
+    if out is None:
+        return row_of_slot
+    if out.numel() != row_of_slot.numel():
+        wanted = f"of S = {row_of_slot.numel()} elements, one for each true entry"
+        raise check.wrong_shape("plan_from_routing_map", "out", wanted, out)
+    return out.copy_(row_of_slot)
+
+
 def plan_expert_ids(
     expert_ids: Tensor,
     weights: Tensor | None,
@@ -101,6 +111,7 @@ def plan_expert_ids(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """row_of_slot, slot_of_row, tokens_per_expert, and rows_per_expert where it differs."""
     weights = None if weights is None else weights.reshape(-1)
@@ -108,10 +119,10 @@ def plan_expert_ids(
         expert_ids.reshape(-1), weights, first_expert, last_expert, capacity, segment, align, num_rows
     )
     padded = segment is not None or align > 1
-    return row.to(torch.int32), _inverse(row, num_rows), tokens, rows if padded else None
+    return _deliver(row, out), _inverse(row, num_rows), tokens, rows if padded else None
 
 
-def plan_any_ids(expert_ids: Tensor, num_rows: int | None) -> tuple[Tensor, Tensor]:
+def plan_any_ids(expert_ids: Tensor, num_rows: int | None, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """row_of_slot and slot_of_row, rows in the stable order of the ids, whatever the largest is."""
     ids = expert_ids.reshape(-1).to(torch.int64)
     order = torch.argsort(ids, stable=True)
@@ -121,7 +132,7 @@ def plan_any_ids(expert_ids: Tensor, num_rows: int | None) -> tuple[Tensor, Tens
     if num_rows is None:
         num_rows = int((ids >= 0).sum())
     row = torch.where((ids >= 0) & (row < num_rows), row, -1)
-    return row.to(torch.int32), _inverse(row, num_rows)
+    return _deliver(row, out), _inverse(row, num_rows)
 
 
 def plan_routing_map(
@@ -135,6 +146,7 @@ def plan_routing_map(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
     """row_of_slot, slot_of_row, slot_offsets (None with topk), expert_of_slot, tokens, rows."""
     chosen = routing_map != 0
@@ -157,7 +169,7 @@ def plan_routing_map(
         if weight is not None:
             # A column with a light entry has C heavy ones, so that no false entry is taken there.
             chosen = chosen & (_heaviest_first(expert, weight) < capacity).reshape(chosen.shape)
-        return _fill(chosen, first_expert, last_expert, capacity, segment, num_rows)
+        return _fill(chosen, first_expert, last_expert, capacity, segment, num_rows, out)
     row, tokens, rows, num_rows = _assign_rows(
         expert, weight, first_expert, last_expert, capacity, segment, align, num_rows
     )
@@ -168,7 +180,7 @@ def plan_routing_map(
         row, expert = _into(slot, row, num_tokens * topk), _into(slot, expert, num_tokens * topk)
     padded = segment is not None or align > 1
     return (
-        row.to(torch.int32),
+        _deliver(row, out),
         _inverse(row, num_rows),
         slot_offsets,
         expert.to(torch.int32),
@@ -183,7 +195,13 @@ def _into(slot: Tensor, values: Tensor, num_slots: int) -> Tensor:
 
 
 def _fill(
-    chosen: Tensor, first_expert: int, last_expert: int, capacity: int, segment: int | None, num_rows: int
+    chosen: Tensor,
+    first_expert: int,
+    last_expert: int,
+    capacity: int,
+    segment: int | None,
+    num_rows: int,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Every expert takes min(C, T) tokens: its true ones, then its false ones, each in token order."""
     chosen = chosen[:, first_expert:last_expert]
@@ -202,7 +220,7 @@ def _fill(
     counts = selected.sum(dim=1)
     slot_offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return (
-        row.to(torch.int32),
+        _deliver(row, out),
         _inverse(row, num_rows),
         slot_offsets.to(torch.int32),
         expert.to(torch.int32),
@@ -218,17 +236,26 @@ def _inside(index: Tensor, first: int, count: int) -> Tensor:
 
 
 def plan_row_of_slot(
-    row_of_slot: Tensor, expert_of_slot: Tensor | None, num_rows: int, first_row: int
+    row_of_slot: Tensor,
+    expert_of_slot: Tensor | None,
+    num_rows: int,
+    first_row: int,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """row_of_slot, slot_of_row and expert_of_slot, checked before they are narrowed."""
     row = _inside(row_of_slot.reshape(-1), first_row, num_rows)
     if expert_of_slot is not None:
         expert_of_slot = _inside(expert_of_slot.reshape(-1), 0, LARGEST + 1).to(torch.int32)
-    return row.to(torch.int32), _inverse(row, num_rows), expert_of_slot
+    return _deliver(row, out), _inverse(row, num_rows), expert_of_slot
 
 
 def plan_token_ids(
-    token_ids: Tensor, rows: Tensor | None, num_tokens: int, num_rows: int, num_experts: int | None
+    token_ids: Tensor,
+    rows: Tensor | None,
+    num_tokens: int,
+    num_rows: int,
+    num_experts: int | None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """row_of_slot, slot_of_row, slot_offsets, expert_of_slot and tokens_per_expert (None without experts)."""
     token = _inside(token_ids, 0, num_tokens)
@@ -243,10 +270,10 @@ def plan_token_ids(
         block = max(num_rows // num_experts, 1)
         expert_of_slot = torch.where(row >= 0, row // block, -1).to(torch.int32)
         tokens_per_expert = (slot_of_row.reshape(num_experts, -1) >= 0).sum(dim=1)
-    return row.to(torch.int32), slot_of_row, slot_offsets.to(torch.int32), expert_of_slot, tokens_per_expert
+    return _deliver(row, out), slot_of_row, slot_offsets.to(torch.int32), expert_of_slot, tokens_per_expert
 
 
-def plan_segments(lengths: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+def plan_segments(lengths: Tensor, num_tokens: int, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """row_of_slot, slot_of_row and tokens_per_expert."""
     lengths = lengths.to(torch.int64).clamp(min=0, max=num_tokens)  # longer ones end at the last token anyway
     by_rank = lengths.reshape(-1)  # chunks in the order in which the tokens lie
@@ -257,4 +284,4 @@ def plan_segments(lengths: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Ten
     shift = torch.cat([row_start - _before(by_rank), row_start.new_full((1,), num_tokens)])
     row = _inside(token + shift[chunk], 0, num_tokens)
     start = _before(lengths.sum(dim=0))
-    return row.to(torch.int32), _inverse(row, num_tokens), _cut(lengths.sum(dim=0), start, num_tokens)
+    return _deliver(row, out), _inverse(row, num_tokens), _cut(lengths.sum(dim=0), start, num_tokens)

@@ -636,7 +636,7 @@ PLAN_ARGUMENTS = (
     (lambda plan, t, r, w: moeroute.combine(r, plan, bias=t), ValueError, "combine: bias must be None, as the plan has no expert_of_slot; got [6, 8]"),
     (lambda plan, t, r, w: moeroute.row_dots(r, t[:, :4], plan), ValueError, "row_dots: x must be as wide as rows, with H = 8; got shape [6, 4]"),
     (lambda plan, t, r, w: moeroute.row_dots(r, t.half(), plan), TypeError, "row_dots: x must be torch.float32, as rows; got torch.float16"),
-    (lambda plan, t, r, w: moeroute.row_dots(r, t, plan, dtype=torch.int32), TypeError, "row_dots: dtype must be float16, bfloat16 or float32; got dtype"),
+    (lambda plan, t, r, w: moeroute.row_dots(r, t, plan, dtype=torch.int32), TypeError, "row_dots: dtype must be float16, bfloat16, float32 or float64; got torch.int32"),
     (lambda plan, t, r, w: moeroute.unpermute_backward(t, r[:3], plan, w), ValueError, "unpermute_backward: rows must be [R, H] with R = 12, as the plan; got shape [3, 8]"),
     (lambda plan, t, r, w: moeroute.unpermute_backward(t, None, plan, w), TypeError, "unpermute_backward: rows must be a torch.Tensor; got NoneType"),
     (lambda plan, t, r, w: moeroute.unpermute_backward(t, r.half(), plan, w), TypeError, "unpermute_backward: rows must be torch.float32, as grad_tokens; got torch.float16"),
@@ -675,3 +675,86 @@ def test_no_index_of_a_hand_made_plan_reads_out_of_bounds(backend: str, index: i
     assert permuted[:, 0].tolist() == [1, 1, 1, 0, 1, 0] + [1] * 6
     dots = moeroute.row_dots(rows, torch.ones(6, 8), plan, backend=backend)
     assert dots.tolist() == [8, 8, 8, 0] + [8] * 8
+
+
+@pytest.mark.parametrize("given_out", (False, True))
+def test_lazy_negation_and_conjugation_are_seen(backend: str, given_out: bool) -> None:
+    plan = moeroute.plan_from_expert_ids(torch.tensor([[0, 1], [1, 0]]), 2)
+    conjugated = torch.tensor([[1 + 2j], [3 + 4j]]).conj()
+    negated = torch.complex(torch.randn(4, 3), torch.randn(4, 3)).conj().imag
+    assert negated.is_neg()
+    weights = torch._neg_view(torch.rand(2, 2))
+    out_c = torch.empty(4, 1, dtype=conjugated.dtype) if given_out else None
+    out = torch.empty(2, 3) if given_out else None
+    spread = moeroute.spread(conjugated, plan, out=out_c, backend=backend)
+    assert spread.tolist() == conjugated.resolve_conj()[plan.token_of_row.long()].tolist()
+    combined = moeroute.combine(negated, plan, weights.flatten(), out=out, backend=backend)
+    assert_same_bits(combined, moeroute.combine(negated.clone(), plan, weights.clone().flatten(), backend=backend))
+    picked = moeroute.permute_weights(weights, plan, backend=backend)
+    assert_same_bits(picked, moeroute.permute_weights(weights.clone(), plan, backend=backend))
+    with pytest.raises(ValueError, match="out must be a tensor without lazy conjugation or negation"):
+        moeroute.spread(conjugated, plan, out=torch.empty(4, 1, dtype=conjugated.dtype).conj(), backend=backend)
+
+
+def test_out_is_not_the_plans_own_and_records_nothing() -> None:
+    plan = moeroute.plan_from_expert_ids(torch.tensor([[0, 1], [1, 0]]), 2)
+    x, rows, weights = torch.randn(2, 3), torch.randn(4, 3), torch.rand(2, 2)
+    before = plan.slot_of_row.clone()
+    with pytest.raises(ValueError, match="out must be memory of its own"):
+        moeroute.spread(torch.ones(2, 1, dtype=torch.int32), plan, out=plan.slot_of_row.view(4, 1))
+    assert_same_bits(plan.slot_of_row, before)
+    leaf = torch.empty(2, 3, requires_grad=True)
+    recorded = r"out must be None where gradients are recorded"
+    with pytest.raises(ValueError, match=recorded):
+        moeroute.combine(rows, plan, out=leaf)
+    with pytest.raises(ValueError, match=recorded):
+        moeroute.combine(rows, plan, init=x, out=leaf)
+    with pytest.raises(ValueError, match=recorded):
+        moeroute.unpermute_backward(x.requires_grad_(), rows, plan, weights, out=(None, torch.empty(2, 2)))
+    x = x.detach()
+    with pytest.raises(ValueError, match=r"out must be \(tensor, None\) without weights"):
+        moeroute.unpermute_backward(x, None, plan, out=(torch.empty(4, 3), torch.empty(2, 2)))
+    with pytest.raises(TypeError, match="out must be a pair of tensors or None; got int"):
+        moeroute.unpermute_backward(x, rows, plan, weights, out=3)
+    untouched = torch.full((4, 3), 7.0)
+    with pytest.raises(TypeError, match="accumulate must be a bool; got NoneType"):
+        moeroute.unpermute_backward(x, rows, plan, weights, accumulate=None, out=(untouched, torch.empty(2, 2)))
+    assert bool((untouched == 7).all())
+    with pytest.raises(ValueError, match=r"init must be a tensor or a pair of them; got a tuple of 3"):
+        moeroute.combine(rows, plan, init=(x, x, x))
+
+
+@pytest.mark.parametrize("argument", ("init", "out"))
+def test_what_has_no_registered_operator_says_no_under_transforms(argument: str) -> None:
+    """Never a silent zero tangent, never a kernel on a tensor without memory."""
+    plan = moeroute.plan_from_expert_ids(torch.tensor([[0, 1], [1, 0]]), 2)
+    rows, x = torch.randn(4, 3), torch.randn(2, 3)
+
+    def call(rows: Tensor, x: Tensor) -> Tensor:
+        return moeroute.combine(rows, plan, **{argument: x})
+
+    refused = rf"{argument} must be None under torch.compile, torch.func, forward mode"
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match=refused):
+        call(torch.autograd.forward_ad.make_dual(rows, rows), x)
+    with pytest.raises(ValueError, match=refused):
+        torch.func.jvp(lambda r: call(r, x), (rows,), (rows,))
+    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(ValueError):
+        call(mode.from_tensor(rows), mode.from_tensor(x))
+
+
+@pytest.mark.parametrize("offsets", ((0, 9, 4), (4, 2, 0), (0, 2, 2**31 - 1), (-5, 2, 4)))
+def test_no_offset_of_a_hand_made_plan_reads_out_of_bounds(backend: str, offsets: tuple[int, ...]) -> None:
+    def index(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    plan = moeroute.RoutingPlan(
+        index(0, 7, -3, 2),
+        index(0, 9, 3, -8),
+        2,
+        4,
+        num_experts=2,
+        slot_offsets=index(*offsets),
+        expert_of_slot=index(0, 5, -7, 1),
+    )
+    assert moeroute.unpermute(torch.ones(4, 3), plan, torch.ones(2, 2), backend=backend).shape == (2, 3)
+    assert moeroute.permute(torch.ones(2, 3), plan, backend=backend).shape == (4, 3)

@@ -5,11 +5,13 @@
 `wrong_*` build the exception and the caller raises it, so the good path formats nothing.
 """
 
-import math
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+
+LARGEST_FLOAT = sys.float_info.max
 
 
 def wrong_value(operator: str, argument: str, wanted: str, got: object) -> ValueError:
@@ -53,7 +55,7 @@ def number(operator: str, argument: str, value: Any) -> float:
     """A finite float (an int is one too)."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise wrong_type(operator, argument, "a float", value)
-    if not -math.inf < value < math.inf:  # math.isfinite breaks the graph of torch.compile
+    if not -LARGEST_FLOAT <= value <= LARGEST_FLOAT:  # math.isfinite breaks the graph of torch.compile
         raise wrong_value(operator, argument, "finite", value)
     return value
 
@@ -73,21 +75,50 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     """The bytes [first, last) from the tensor's lowest to its highest element."""
     if tensor.numel() == 0:
         return 0, 0
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return first, first + tensor.numel() * tensor.element_size()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first, first + (reach + 1) * tensor.element_size()
+
+
+def _rows(tensor: Tensor) -> tuple[int, int]:
+    """Bytes from one row to the next, and bytes of a row; stride 0 where the tensor is no such table."""
+    size = tensor.element_size()
+    if tensor.ndim == 1:
+        return tensor.stride(0) * size, size
+    if tensor.ndim == 2 and (tensor.stride(1) == 1 or tensor.shape[1] == 1):
+        return tensor.stride(0) * size, tensor.shape[1] * size
+    return 0, 0
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share a byte: never False where they do.
+
+    Columns of one table lie apart though their spans cross; other interleaved layouts count as shared.
+    """
+    first, last = _span(a)
+    low, high = _span(b)
+    if last <= low or high <= first:
+        return False
+    stride, width = _rows(a)
+    other_stride, other_width = _rows(b)
+    if stride == 0 or stride != other_stride:
+        return True
+    column = (low - first) % stride
+    return column < width or column + other_width > stride
 
 
 def writable(operator: str, argument: str, out: Tensor, *inputs: Tensor | None) -> None:
     """A buffer to write into: no memory shared inside it or with an input, on the inputs' device."""
+    if out.is_conj() or out.is_neg():
+        raise wrong_value(operator, argument, "a tensor without lazy conjugation or negation", "one with it")
     if torch._debug_has_internal_overlap(out) == 1:
         raise wrong_value(operator, argument, "a tensor whose elements do not overlap", f"strides {out.stride()}")
-    low, high = _span(out)
     for other in inputs:
         if other is None:
             continue
         if other.device != out.device:
             raise wrong_value(operator, argument, f"on {other.device}, as the inputs", out.device)
-        first, last = _span(other)
-        if first < high and low < last:
+        if overlap(out, other):
             raise wrong_value(operator, argument, "memory of its own", "memory shared with an input")

@@ -273,9 +273,7 @@ def _check_out(
         raise check.wrong_dtype(operator, argument, str(dtype), out)
     if shape[1] > 1 and out.stride(1) != 1:
         raise check.wrong_value(operator, argument, "a tensor with contiguous rows", f"strides {out.stride()}")
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (out, *inputs)):
-        wanted = "None where gradients are recorded (use torch.no_grad())"
-        raise check.wrong_value(operator, argument, wanted, "a tensor")
+    backends.direct(operator, argument, out, *inputs)
     check.writable(operator, argument, out, *inputs)
 
 
@@ -307,8 +305,8 @@ def gating_topk(
     score: how logits become scores s. "softmax"; "sigmoid"; "sqrtsoftplus", the square root of
         log(1 + exp(x)); "topk_softmax": the logits themselves, and the weights are the softmax over the
         chosen ones. The last is not "softmax" renormalised: logits [0, -200, -150] with k = 2 choose {0, 2}.
-    bias: [E], any of the four dtypes; added to the scores for the selection only, in float32; gets no
-        gradient and is never narrowed.
+    bias: [E], any of the four dtypes; added to the scores for the selection only, in float32 (float64 with
+        float64 logits); gets no gradient.
     num_groups, topk_groups: the experts form num_groups equal groups of neighbours; only topk_groups of them
         (None: all) stay in, by their best value ("max") or the sum of their two best ("top2_sum",
         `group_score`). The others count as -inf.
@@ -361,7 +359,7 @@ def gating_topk(
     eps = _check_scalar(operator, "eps", eps, logits.dtype)
     if weights_dtype is None:
         weights_dtype = torch.float64 if exact else torch.float32
-        if out is not None and isinstance(out[0], Tensor):
+        if isinstance(out, tuple | list) and len(out) == 3 and isinstance(out[0], Tensor):
             weights_dtype = out[0].dtype
     if weights_dtype is not torch.float32:
         _check_float_dtype(operator, "weights_dtype", weights_dtype, exact)
@@ -374,6 +372,9 @@ def gating_topk(
         for i in range(3):
             others = (logits, bias, expert_ids, *(x for x in out[:i]))
             _check_out(operator, names[i], out[i], shapes[i], dtypes[i], *others)
+        logits = logits.resolve_neg()
+        bias = None if bias is None else bias.resolve_neg()
+        expert_ids = None if expert_ids is None else expert_ids.resolve_neg()
     if out is not None or backends.plain(logits, bias, expert_ids):
         found = _module(operator, backend, logits).gating_topk(
             logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
@@ -452,6 +453,9 @@ def gating_topk_backward(
     _check_float_dtype(operator, "out_dtype", out_dtype, exact)
     if out is not None:
         _check_out(operator, "out", out, tuple(scores.shape), out_dtype, scores, grad_weights, expert_ids, grad_scores)
+    if out is not None:
+        scores, grad_weights, expert_ids = scores.resolve_neg(), grad_weights.resolve_neg(), expert_ids.resolve_neg()
+        grad_scores = None if grad_scores is None else grad_scores.resolve_neg()
     if out is not None or backends.plain(scores, grad_weights, expert_ids, grad_scores):
         gradient: Tensor = _module(operator, backend, scores).gating_topk_backward(
             scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, out

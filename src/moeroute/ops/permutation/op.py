@@ -326,11 +326,13 @@ def _check_out(operator: str, out: Any, shape: tuple[int, ...], dtype: torch.dty
     check.writable(operator, "out", out, *inputs)
 
 
-def _no_gradient(operator: str, argument: str, *tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise check.wrong_value(
-            operator, argument, "None where gradients are recorded (use torch.no_grad())", "a tensor"
-        )
+def _resolved(tensor: Tensor) -> Tensor:
+    """Without torch's lazy negation and conjugation, which a launcher would not see."""
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _plan_tensors(plan: RoutingPlan) -> tuple[Tensor | None, ...]:
+    return plan.row_of_slot, plan.slot_of_row, plan.slot_offsets, plan.expert_of_slot
 
 
 # ---------------------------------------------------------------------------- row operators
@@ -374,8 +376,9 @@ def _spread_checked(
 ) -> Tensor:
     """weights: one a slot, of any shape."""
     if out is not None:
-        _no_gradient(operator, "out", x, weights)
-        _check_out(operator, out, (plan.num_rows, x.shape[1]), x.dtype, x, weights)
+        backends.direct(operator, "out", x, weights, out)
+        _check_out(operator, out, (plan.num_rows, x.shape[1]), x.dtype, x, weights, *_plan_tensors(plan))
+        x, weights = _resolved(x), None if weights is None else _resolved(weights)
     if out is not None or backends.plain(x, weights):
         return _module(operator, backend, x).spread(
             x, weights, plan.row_of_slot, plan.slot_of_row, plan.slot_offsets, out=out
@@ -426,17 +429,25 @@ def combine(
         _check_slot_weights(operator, weights, "rows", rows, plan)
     if init is None and bias is None:
         return _combine_checked(operator, rows, plan, weights, out, backend)
+    if isinstance(init, tuple) and len(init) != 2:
+        raise check.wrong_value(operator, "init", "a tensor or a pair of them", f"a tuple of {len(init)}")
     init, init_more = init if isinstance(init, tuple) else (init, None)
     for start in (init, init_more):
         if start is not None:
             _check_matrix(operator, "init", start, "T", plan.num_tokens, plan)
             _check_partner(operator, "init", start, "rows", rows)
-            _no_gradient(operator, "init", rows, weights, start, bias)
+            backends.direct(operator, "init", rows, weights, start, bias)
     if bias is not None:
         _check_bias(operator, bias, "rows", rows, plan)
-        _no_gradient(operator, "bias", rows, weights, init, bias)
+        backends.direct(operator, "bias", rows, weights, init, bias)
     if out is not None:
-        _check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, rows, weights, init, init_more, bias)
+        backends.direct(operator, "out", rows, weights, init, init_more, bias, out)
+        inputs = (rows, weights, init, init_more, bias, *_plan_tensors(plan))
+        _check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, *inputs)
+    rows = _resolved(rows)
+    weights, init, init_more, bias = (
+        None if tensor is None else _resolved(tensor) for tensor in (weights, init, init_more, bias)
+    )
     return _module(operator, backend, rows).combine(
         rows,
         weights,
@@ -456,8 +467,9 @@ def _combine_checked(
 ) -> Tensor:
     """weights: one a slot, of any shape."""
     if out is not None:
-        _no_gradient(operator, "out", rows, weights)
-        _check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, rows, weights)
+        backends.direct(operator, "out", rows, weights, out)
+        _check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, rows, weights, *_plan_tensors(plan))
+        rows, weights = _resolved(rows), None if weights is None else _resolved(weights)
     if out is not None or backends.plain(rows, weights):
         return _module(operator, backend, rows).combine(
             rows, weights, plan.row_of_slot, plan.slot_offsets, plan.num_tokens, out=out
@@ -465,6 +477,11 @@ def _combine_checked(
     if weights is not None:
         weights = weights.reshape(-1)
     return _combine(rows, weights, plan.row_of_slot, plan.slot_of_row, plan.slot_offsets, plan.num_tokens, backend)
+
+
+def _check_flag(operator: str, argument: str, value: Any) -> None:
+    if value is not True and value is not False:
+        raise check.wrong_type(operator, argument, "a bool", value)
 
 
 def _check_bias(operator: str, bias: Any, name: str, rows: Tensor, plan: RoutingPlan) -> None:
@@ -514,15 +531,16 @@ def row_dots(
     if rows.dtype is torch.float64:
         dtype = torch.float64
     if dtype not in FLOATS:
-        raise check.wrong_type(operator, "dtype", "float16, bfloat16 or float32", dtype)
+        raise TypeError(str(check.wrong_value(operator, "dtype", "float16, bfloat16, float32 or float64", dtype)))
     direct = bias is not None or out is not None
     if direct:
         if bias is not None:
             _check_bias(operator, bias, "rows", rows, plan)
-            _no_gradient(operator, "bias", rows, x, bias)
+            backends.direct(operator, "bias", rows, x, bias)
         if out is not None:
-            _no_gradient(operator, "out", rows, x)
-            _check_out(operator, out, (plan.num_slots,), dtype, rows, x, bias)
+            backends.direct(operator, "out", rows, x, out)
+            _check_out(operator, out, (plan.num_slots,), dtype, rows, x, bias, *_plan_tensors(plan))
+        rows, x, bias = _resolved(rows), _resolved(x), None if bias is None else _resolved(bias)
     if direct or backends.plain(rows, x):
         return _module(operator, backend, rows).row_dots(
             rows,
@@ -563,8 +581,9 @@ def slot_weights(
     _check_weights_kind(operator, weights, "", None, plan)
     _check_plan_weights(operator, "weights", weights, plan)
     if out is not None:
-        _no_gradient(operator, "out", weights)
-        _check_out(operator, out, (plan.num_slots,), weights.dtype, weights)
+        backends.direct(operator, "out", weights, out)
+        _check_out(operator, out, (plan.num_slots,), weights.dtype, weights, *_plan_tensors(plan))
+        weights = _resolved(weights)
     return _slot_weights_verb(operator, weights, plan, out, backend)
 
 
@@ -603,8 +622,9 @@ def permute_weights(
     _check_weights_kind(operator, weights, "", None, plan)
     _check_plan_weights(operator, "weights", weights, plan)
     if out is not None:
-        _no_gradient(operator, "out", weights)
-        _check_out(operator, out, (plan.num_rows,), weights.dtype, weights)
+        backends.direct(operator, "out", weights, out)
+        _check_out(operator, out, (plan.num_rows,), weights.dtype, weights, *_plan_tensors(plan))
+        weights = _resolved(weights)
     slots = _slot_weights_verb(operator, weights, plan, None, backend)
     if out is not None or backends.plain(slots):
         return _module(operator, backend, slots).take(slots, plan.slot_of_row, out=out)
@@ -643,10 +663,12 @@ def permute_weights_backward(
         raise check.wrong_shape(operator, "grad", f"[R] with R = {plan.num_rows}, as the plan", grad)
     if grad.device != plan.row_of_slot.device:
         raise check.wrong_value(operator, "grad", f"on {plan.row_of_slot.device}, as the plan", grad.device)
+    _check_flag(operator, "accumulate", accumulate)
     shape = _weights_shape(operator, plan, num_experts)
     if out is not None:
-        _no_gradient(operator, "out", grad)
-        _check_out(operator, out, shape, grad.dtype, grad)
+        backends.direct(operator, "out", grad, out)
+        _check_out(operator, out, shape, grad.dtype, grad, *_plan_tensors(plan))
+        grad = _resolved(grad)
     if out is not None or backends.plain(grad):
         slots = _module(operator, backend, grad).take(grad, plan.row_of_slot)
     else:
@@ -655,6 +677,8 @@ def permute_weights_backward(
 
 
 def _weights_shape(operator: str, plan: RoutingPlan, num_experts: int | None) -> tuple[int, ...]:
+    if num_experts is not None:
+        check.integer(operator, "num_experts", num_experts, minimum=0, maximum=2**31 - 1)
     if plan.expert_of_slot is None:
         return (plan.num_slots,) if plan.topk is None else (plan.num_tokens, plan.topk)
     if num_experts is None:
@@ -663,7 +687,7 @@ def _weights_shape(operator: str, plan: RoutingPlan, num_experts: int | None) ->
         num_experts = plan.num_experts
     elif plan.num_experts not in (None, num_experts):
         raise check.wrong_value(operator, "num_experts", f"{plan.num_experts}, as the plan, or None", num_experts)
-    return plan.num_tokens, check.integer(operator, "num_experts", num_experts, minimum=0)
+    return plan.num_tokens, num_experts
 
 
 def _slot_weights_backward_verb(
@@ -804,21 +828,30 @@ def unpermute_backward(
             [1., 1.]]), tensor([[2., 2., 2.]]))
     """
     operator = "unpermute_backward"
+    if out is not None and (not isinstance(out, tuple | list) or len(out) != 2):
+        raise check.wrong_type(operator, "out", "a pair of tensors or None", out)
     out_rows, out_weights = (None, None) if out is None else out
+    _check_flag(operator, "accumulate", accumulate)
     _check_plan(operator, plan)
     _check_matrix(operator, "grad_tokens", grad_tokens, "T", plan.num_tokens, plan)
+    if rows is not None or weights is not None:
+        _check_matrix(operator, "rows", rows, "R", plan.num_rows, plan)
     if weights is None:
+        if out_weights is not None:
+            raise check.wrong_value(operator, "out", "(tensor, None) without weights", "a second tensor")
         return _spread_checked(operator, grad_tokens, plan, None, out_rows, backend), None
+    assert rows is not None  # noqa: S101 - for the type checker; the lines above raise otherwise
     slots = _verb_weights(operator, "grad_tokens", grad_tokens, weights, plan, backend)
-    _check_matrix(operator, "rows", rows, "R", plan.num_rows, plan)
-    assert rows is not None  # noqa: S101 - for the type checker; the line above raises otherwise
     _check_partner(operator, "rows", rows, "grad_tokens", grad_tokens)
     shape = tuple(weights.shape)
-    if out_rows is not None:
-        _no_gradient(operator, "out", grad_tokens, rows, weights)
-        _check_out(operator, out_rows, tuple(rows.shape), rows.dtype, grad_tokens, rows, weights)
-    if out_weights is not None:
-        _check_out(operator, out_weights, shape, weights.dtype, grad_tokens, rows, weights, out_rows)
+    if out is not None:
+        backends.direct(operator, "out", grad_tokens, rows, weights, out_rows, out_weights)
+        inputs = (grad_tokens, rows, weights, *_plan_tensors(plan))
+        if out_rows is not None:
+            _check_out(operator, out_rows, tuple(rows.shape), rows.dtype, *inputs)
+        if out_weights is not None:
+            _check_out(operator, out_weights, shape, weights.dtype, *inputs, out_rows)
+        grad_tokens, rows, slots = _resolved(grad_tokens), _resolved(rows), _resolved(slots)
     # Where the weights are slot by slot the kernel writes straight into the caller's tensor.
     straight = out_weights is not None and plan.expert_of_slot is None and out_weights.is_contiguous()
     if out is not None or backends.plain(grad_tokens, rows, slots):

@@ -24,8 +24,9 @@ def _slot_table(num_slots: int, slot_offsets: Tensor | None, num_tokens: int, de
     """int64 [T, most slots of a token]: the slots of each token in order, `num_slots` where it has no further one."""
     if slot_offsets is None:
         return torch.arange(num_slots, device=device).reshape(num_tokens, -1 if num_tokens else 0)
-    first, last = slot_offsets[:-1].long(), slot_offsets[1:].long()
-    most = int((last - first).max()) if num_tokens else 0
+    ends = slot_offsets.long().clamp(0, num_slots)
+    first, last = ends[:-1], ends[1:]
+    most = max(int((last - first).max()), 0) if num_tokens else 0
     table = first[:, None] + torch.arange(most, device=device)
     return torch.where(table < last[:, None], table, num_slots)
 

@@ -14,8 +14,7 @@ from moeroute import check as checks
 
 LARGEST = 2**31 - 1  # slots and rows are numbered in int32
 
-# What the kernels read, for each dtype of ids that is taken. A uint64 above 2^63 - 1 becomes
-# negative, and so an empty slot.
+# What the kernels read, for each dtype of ids that is taken.
 _INDEX_DTYPE = {
     torch.int32: torch.int32,
     torch.int64: torch.int64,
@@ -235,7 +234,7 @@ def _plan(
 
 def _index_tensor(operator: str, argument: str, value: Any, shape: str, dims: tuple[int, ...]) -> Tensor:
     """A contiguous int32 or int64 tensor of one of these ranks, with at most 2^31 - 1 elements."""
-    index = checks.tensor(operator, argument, value)
+    index = checks.tensor(operator, argument, value).resolve_neg()
     dtype = _INDEX_DTYPE.get(index.dtype)
     if dtype is None:
         raise checks.wrong_dtype(operator, argument, "of an integer dtype", index)
@@ -243,6 +242,9 @@ def _index_tensor(operator: str, argument: str, value: Any, shape: str, dims: tu
         raise checks.wrong_shape(operator, argument, shape, index)
     if index.numel() > LARGEST:
         raise checks.wrong_shape(operator, argument, f"{shape} with at most {LARGEST} elements", index)
+    if index.dtype is torch.uint64:  # what int64 cannot hold is the largest id, not a negative one
+        signed = index.contiguous().view(torch.int64)
+        return torch.where(signed < 0, 2**63 - 1, signed)
     if dtype is not index.dtype:
         index = index.to(dtype)
     return index.contiguous()
@@ -266,7 +268,7 @@ def _weights(operator: str, value: Any, like: str, first: Tensor, shape: tuple[i
     if weights.shape != shape and weights.shape != first.shape:
         raise checks.wrong_shape(operator, "weights", f"{list(shape)}, as {like}", weights)
     checks.same_device(operator, like, first, "weights", weights)
-    return weights.detach().contiguous()
+    return weights.detach().resolve_neg().contiguous()
 
 
 def _experts(operator: str, num_experts: int, expert_range: Any) -> tuple[int, int]:
@@ -297,6 +299,7 @@ def _destination(
         raise checks.wrong_dtype(operator, "out", "torch.int32", out)
     if num_slots is not None and out.numel() != num_slots:
         raise checks.wrong_shape(operator, "out", f"of S = {num_slots} elements", out)
+    backends.direct(operator, "out", out, *inputs)
     checks.writable(operator, "out", out, *inputs)
     return out, out.view(-1) if out.is_contiguous() else None
 
@@ -1082,7 +1085,7 @@ def capacity_from_factor(
     checks.integer(operator, "align", align, 1)
     if isinstance(factor, bool) or not isinstance(factor, (int, float, Fraction, Decimal)):
         raise checks.wrong_type(operator, "factor", "a number", factor)
-    if not 0 <= factor < float("inf"):
+    if factor != factor or not 0 <= factor < float("inf"):  # a Decimal's NaN cannot even be compared
         raise checks.wrong_value(operator, "factor", "finite and at least 0", factor)
     exact = Fraction(str(factor))
     capacity = -(-num_tokens * topk * exact.numerator // (num_experts * exact.denominator))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import moeroute
-from moeroute import aclnn
+from moeroute import aclnn, check
 from moeroute.aclnn import core
 from moeroute.aclnn.signatures import SIGNATURES
 from moeroute.testing import assert_same_bits
@@ -741,9 +741,6 @@ OUTPUT_SHAPES_561002 = (
     "MoeTokenUnpermuteWithRoutingMapGrad",
     "MoeTokenPermute",
     "MoeTokenPermuteWithEp",
-    "MoeTokenUnpermute",
-    "MoeTokenUnpermuteWithEp",
-    "MoeTokenUnpermuteWithEpGrad",
     "MoeGatingTopKSoftmax",
     "MoeGatingTopKSoftmaxV2",
 )
@@ -918,8 +915,11 @@ REFUSED: list[tuple[str, dict[str, Any], int]] = [
     ("MoeTokenPermuteWithEpGrad", {"permutedProbsOutputGradOptional": ones(6)}, INVALID),
     ("MoeTokenUnpermuteWithEp", {"paddedMode": True}, INVALID),
     ("MoeTokenUnpermuteWithEp", {"numTopk": 3}, TILING),
-    ("MoeTokenUnpermuteWithEp", {"probsOptional": None, "numTopk": 4}, TILING),
-    ("MoeTokenUnpermuteWithEp", {"probsOptional": None, "numTopk": 513}, TILING),
+    ("MoeTokenUnpermuteWithEp", {"probsOptional": None, "numTopk": 4}, INVALID),
+    *(("MoeTokenUnpermuteWithEp", {"numTopk": k, **probs}, INVALID) for k in (-1, 0, 4, 513) for probs in ({}, {"probsOptional": None})),
+    ("MoeTokenUnpermuteWithEpGrad", {"rangeOptional": None, "permutedTokensOptional": ones(6, 2), "permutedTokensGradOut": poison(5, 2)}, INVALID),
+    ("MoeTokenUnpermuteWithEpGrad", {"rangeOptional": None, "permutedTokensOptional": ones(7, 2)}, TILING),
+    ("MoeTokenUnpermuteWithEpGrad", {"probsOptional": None, "permutedTokensGradOut": torch.tensor(1.0)}, INVALID),
     ("MoeTokenUnpermuteWithEp", {"rangeOptional": [1, 4]}, TILING),
     ("MoeTokenUnpermuteWithEpGrad", {"paddedMode": True}, INVALID),
     ("MoeTokenUnpermuteWithEpGrad", {"topkNum": 3}, TILING),
@@ -1148,6 +1148,88 @@ def test_what_fails_later_is_a_status_too() -> None:
     arguments["out"].resize_(1, 2)
     assert aclnn.aclnnMoeTokenPermuteGrad(None, 0, executor, None) == INNER
     assert "out" in aclnn.aclGetRecentErrMsg()
+
+
+@pytest.mark.parametrize("name, argument, kind", TENSORS)
+def test_a_resized_tensor_is_refused_before_anything_is_written(name: str, argument: str, kind: str) -> None:
+    arguments = GOOD[name]()
+    if arguments[argument] is None:
+        return
+    executor = prepare(name, *arguments.values())[2]
+    arguments[argument].resize_([size + 1 for size in arguments[argument].shape])
+    before = {key: value.clone() for key, value in arguments.items() if isinstance(value, Tensor)}
+    assert getattr(aclnn, f"aclnn{name}")(None, 0, executor, None) == INNER
+    assert f"{argument} must be what the first phase saw" in aclnn.aclGetRecentErrMsg()
+    for key, value in before.items():
+        assert_same_bits(arguments[key], value)
+
+
+def test_a_resized_parameter_is_refused() -> None:
+    arguments = GOOD[P]() | {"permutedOutputGrad": torch.nn.Parameter(ones(6, 2), requires_grad=False)}
+    executor = prepare(P, *arguments.values())[2]
+    arguments["permutedOutputGrad"].resize_(3, 2)
+    assert aclnn.aclnnMoeTokenPermuteGrad(None, 0, executor, None) == INNER
+    assert arguments["out"].isnan().all()
+
+
+@pytest.mark.parametrize("error", (IndexError("index 7"), OverflowError("too large"), KeyError("x"), MemoryError()))
+def test_every_failure_of_the_work_is_a_status(error: Exception) -> None:
+    def fail() -> None:
+        raise error
+
+    executor = core.Executor(P, 0, fail, {})
+    assert aclnn.aclnnMoeTokenPermuteGrad(None, 0, executor, None) == INNER
+    assert aclnn.aclGetRecentErrMsg() == f"aclnn{P}: {str(error) or type(error).__name__}"
+
+
+@pytest.mark.parametrize("size", (None, "0", 1.0))
+def test_a_workspace_size_that_is_no_int(size: Any) -> None:
+    arguments = GOOD[P]()
+    executor = prepare(P, *arguments.values())[2]
+    assert aclnn.aclnnMoeTokenPermuteGrad(None, size, executor, None) == INVALID
+    assert "workspaceSize must be an int" in aclnn.aclGetRecentErrMsg()
+    assert aclnn.aclnnMoeTokenPermuteGrad(None, 0, executor, None) == 0
+
+
+@pytest.mark.parametrize("digits", (400, 5000))
+def test_numbers_beyond_every_type(digits: int) -> None:
+    assert "eps" in call_refused(B, {"eps": 10**digits}, INVALID)
+    assert "numTopk" in call_refused(P, {"numTopk": 10**digits}, INVALID)
+
+
+def test_columns_of_one_buffer_are_apart() -> None:
+    """Inputs and outputs may interleave in one allocation; where columns meet they may not."""
+    table = torch.zeros(6, 8)
+    table[:, :2] = 1
+    run(P, table[:, :2], i32(range(6)), 2, False, table[:3, 2:4])
+    same(table[:3, 2:4], torch.full((3, 2), 2.0))
+    same(table[:, :2], ones(6, 2))
+    numbers = i32([0, -77, 0, -77, 1, -77])
+    run("MoeComputeExpertTokens", numbers[::2], 3, numbers[1::2])
+    same(numbers, [0, 2, 0, 3, 1, 3])
+    assert prepare(P, table[:, :2], i32(range(6)), 2, False, table[:3, 1:3])[0] == INVALID
+    for a, b, shared in (
+        (table[:, :2], table[:, 2:8], False),
+        (table[:, 3], table[:, :3], False),
+        (table[:, 3:4], table[:, 4:].view(torch.int32), False),
+        (table[:, 3:], table[:, :3], False),
+        (table[:3], table[3:], False),
+        (table[:, :3], table[:, 2:], True),
+        (table[:, 6], table[:, 4:], True),
+        (table[1:, :3], table[:, 2:], True),
+        (table[:, :4], table.view(12, 4), True),
+        (table[:1].expand(6, 8), table[0], True),
+        (table, table[2:2], False),
+    ):
+        assert check.overlap(a, b) is check.overlap(b, a) is shared
+
+
+def test_the_format_of_a_parameter_is_read() -> None:
+    grad = torch.nn.Parameter(ones(6, 2))
+    grad.acl_format = 29  # type: ignore[attr-defined]
+    assert "aclFormat 29" in call_refused(P, {"permutedOutputGrad": grad}, INVALID)
+    grad.acl_format = 2  # type: ignore[attr-defined]
+    run(P, *(GOOD[P]() | {"permutedOutputGrad": grad}).values())
 
 
 def test_messages_belong_to_their_thread() -> None:
@@ -1887,6 +1969,7 @@ EMPTY: list[tuple[str, dict[str, Any]]] = [
     ("MoeTokenUnpermuteWithRoutingMap", {"sortedIndices": i32([]), "permutedTokens": torch.empty(0, 2), "outIndex": empty_ids(0), "permuteTokenId": empty_ids(0), "permuteProbs": torch.empty(0)}),
     ("MoeTokenUnpermuteWithRoutingMap", {"permutedTokens": torch.empty(6, 0), "unpermutedTokens": torch.empty(3, 0)}),
     ("MoeTokenUnpermuteWithRoutingMap", {"permutedTokens": torch.empty(0, 2)}),
+    ("MoeTokenUnpermuteWithRoutingMap", {"permutedTokens": torch.empty(0, 2), "probsOptional": None, "routingMapOptional": None}),
     ("MoeTokenUnpermute", {"permutedTokens": torch.empty(0, 2)}),
     ("MoeTokenUnpermute", {"permutedTokens": torch.empty(0, 2), "sortedIndices": i32([]), "probsOptional": torch.empty(0, 2), "out": torch.empty(0, 2)}),
     ("MoeTokenUnpermute", {"permutedTokens": torch.empty(0, 2), "sortedIndices": i32([]), "probsOptional": torch.empty(3, 0)}),

@@ -25,8 +25,6 @@ EXAMPLES = sorted((ROOT / "examples" / "aclnn").glob("*.cpp"))
 SEEDS = ROOT.parent / "shared" / "seeds"
 COMPILER = shutil.which("g++") or shutil.which("c++")
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-
 LIFE = r"""
 #include "acl/acl.h"
 #include "aclnn/acl_meta.h"
@@ -114,7 +112,17 @@ PROGRAMS = {"life": LIFE, "threads": THREADS, "privately": PRIVATELY}
 
 
 @pytest.fixture(scope="module")
-def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def toolchain() -> None:
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    try:
+        build._libpython()
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def prefix(toolchain: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("aclnn")
     build.build(folder)
     return folder
@@ -205,7 +213,7 @@ def test_a_program_written_for_a_device(prefix: Path) -> None:
     assert found == pytest.approx(wanted, abs=1e-6)
 
 
-def test_five_commands(tmp_path: Path) -> None:
+def test_five_commands(toolchain: None, tmp_path: Path) -> None:
     """The page's own words, in a copy of the project; only what is installed already is not fetched again."""
     page = (ROOT / "docs" / "porting_from_ascend.md").read_text()
     commands = re.search(r"```sh\n(.*?)```", page, re.S).group(1).splitlines()  # type: ignore[union-attr]
@@ -558,6 +566,10 @@ def test_workspace(acl: Library) -> None:
     assert acl.read(result, np.empty(2, np.float32)).tolist() == [-1, -1]
     acl.ok(name, workspace, size.value, executor, None)
     assert acl.read(result, np.empty(2, np.float32)).tolist() == [0, 0]
+    acl.ok("aclrtMemset", result, 8, 1, 8)
+    acl.ok(f"{name}GetWorkspaceSize", scores, grad, ids, 0, 1, 1.0, 1e-20, out, byref(size), byref(executor))
+    acl.ok(name, None, 0, executor, None)  # none at all
+    assert acl.read(result, np.empty(2, np.float32)).tolist() == [0, 0]
 
 
 def test_strides_and_offset(acl: Library) -> None:
@@ -675,6 +687,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SystemExit, match=r"needs cffi: pip install 'moeroute\[aclnn\]'"):
         build.build(tmp_path)
     monkeypatch.undo()
+    monkeypatch.setenv("CC", sys.executable)  # never called
     monkeypatch.setattr(sys, "base_prefix", "/nowhere")
     monkeypatch.setattr(sysconfig, "get_config_var", lambda name: "/nowhere/lib" if name == "LIBDIR" else None)
     with pytest.raises(SystemExit, match="needs a Python with a shared library: libpython3"):

@@ -45,10 +45,11 @@ _reasons = {name: _reason(name) for name in NAMES}
 
 def choose(operator: str, backend: str | None, device: torch.device, dtype: torch.dtype | None = None) -> str:
     """The backend for tensors of this device and dtype; an explicit one that cannot serve them raises."""
-    if backend is not None and not isinstance(backend, str):
-        raise check.wrong_type(operator, "backend", "a str or None", backend)
     key = (backend, device, dtype)
-    found = _chosen.get(key)
+    try:
+        found = _chosen.get(key)
+    except TypeError:  # unhashable
+        raise check.wrong_type(operator, "backend", "a str or None", backend) from None
     if found is None:
         found = _chosen[key] = _choose(operator, backend, device, dtype)
     return found
@@ -82,10 +83,11 @@ def module(room: str, name: str) -> ModuleType:
 
 def implementation(room: str, operator: str, backend: str | None, tensor: Tensor) -> ModuleType:
     """`module` of what `choose` gives for this tensor."""
-    if backend is not None and not isinstance(backend, str):
-        raise check.wrong_type(operator, "backend", "a str or None", backend)
     key = (room, backend, tensor.device, tensor.dtype)
-    found = _implementations.get(key)
+    try:
+        found = _implementations.get(key)
+    except TypeError:  # unhashable
+        raise check.wrong_type(operator, "backend", "a str or None", backend) from None
     if found is None:
         found = module(room, choose(operator, backend, tensor.device, tensor.dtype))
         _implementations[key] = found
@@ -107,7 +109,7 @@ def plain(*tensors: Tensor | None) -> bool:
             kind = type(tensor)
             if (kind is not Tensor and kind is not Parameter) or (recording and tensor.requires_grad):
                 return False
-            if tensor.is_neg() or tensor.is_conj():
+            if tensor.is_neg():
                 return False
     return True
 

@@ -71,7 +71,7 @@ def one_of(operator: str, argument: str, value: Any, allowed: tuple[str, ...]) -
     return value
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def span(tensor: Tensor) -> tuple[int, int]:
     """The bytes [first, last) from the tensor's lowest to its highest element."""
     if tensor.numel() == 0:
         return 0, 0
@@ -97,8 +97,8 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
     Columns of one table lie apart though their spans cross; other interleaved layouts count as shared.
     """
-    first, last = _span(a)
-    low, high = _span(b)
+    first, last = span(a)
+    low, high = span(b)
     if last <= low or high <= first:
         return False
     stride, width = _rows(a)
@@ -115,10 +115,12 @@ def writable(operator: str, argument: str, out: Tensor, *inputs: Tensor | None) 
         raise wrong_value(operator, argument, "a tensor without lazy conjugation or negation", "one with it")
     if torch._debug_has_internal_overlap(out) == 1:
         raise wrong_value(operator, argument, "a tensor whose elements do not overlap", f"strides {out.stride()}")
+    low, high = span(out)
     for other in inputs:
         if other is None:
             continue
         if other.device != out.device:
             raise wrong_value(operator, argument, f"on {other.device}, as the inputs", out.device)
-        if overlap(out, other):
+        first, last = span(other)
+        if first < high and low < last and overlap(out, other):
             raise wrong_value(operator, argument, "memory of its own", "memory shared with an input")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moeroute.aclnn.signatures import SIGNATURES, Parameter
+from moeroute.check import overlap, span
 
 # ---------------------------------------------------------------------------- status codes
 
@@ -103,10 +104,11 @@ SecondPhase = Callable[..., int]
 class Executor:
     """Checked work, waiting for the second phase. It runs once, unless it was made repeatable before."""
 
-    __slots__ = ("_work", "operator", "repeatable", "workspace_size")
+    __slots__ = ("_tensors", "_work", "operator", "repeatable", "workspace_size")
 
-    def __init__(self, operator: str, workspace_size: int, work: Work) -> None:
+    def __init__(self, operator: str, workspace_size: int, work: Work, tensors: dict[str, Any]) -> None:
         self.operator = operator
+        self._tensors = [(name, tensor, _layout(tensor)) for name, tensor in tensors.items()]
         self.workspace_size = workspace_size
         self.repeatable = False
         self._work = [work]
@@ -120,6 +122,22 @@ class Executor:
         except IndexError:
             return None
 
+    def unchanged(self) -> None:
+        """Refuse where the caller resized a tensor since the first phase, whose checks then say nothing."""
+        for name, tensor, layout in self._tensors:
+            if (now := _layout(tensor)) != layout:
+                raise wrong(name, f"what the first phase saw, {_described(layout)}", _described(now), INNER)
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    """Shape, strides and dtype of a tensor or an array."""
+    return tensor.shape, tensor.stride() if isinstance(tensor, Tensor) else tensor.strides, tensor.dtype
+
+
+def _described(layout: tuple[Any, ...]) -> str:
+    shape, strides, dtype = layout
+    return f"shape {list(shape)}, strides {list(strides)}, {dtype}"
+
 
 def phases(name: str, body: Callable[..., tuple[int, Work]]) -> tuple[FirstPhase, SecondPhase]:
     """The two calls of an operator: aclnn<name>GetWorkspaceSize and aclnn<name>."""
@@ -128,6 +146,7 @@ def phases(name: str, body: Callable[..., tuple[int, Work]]) -> tuple[FirstPhase
     if tuple(signature.parameters) != SIGNATURES[name].names:
         raise TypeError(f"{body.__name__}{signature} does not follow the prototype of aclnn{name}")
     readers = tuple((parameter, _READERS[parameter.kind]) for parameter in parameters)
+    places = tuple((place, p) for place, (p, read) in enumerate(readers) if read is _tensor)
 
     def first(*arguments: Any, **named: Any) -> tuple[int, int, Executor | None]:
         if named or len(arguments) != len(readers):
@@ -139,19 +158,21 @@ def phases(name: str, body: Callable[..., tuple[int, Work]]) -> tuple[FirstPhase
         except Refusal as refusal:
             remember(f"aclnn{name}: {refusal}")
             return refusal.status, 0, None
-        return SUCCESS, workspace_size, Executor(name, workspace_size, work)
+        tensors = {p.name: arguments[place] for place, p in places if arguments[place] is not None}
+        return SUCCESS, workspace_size, Executor(name, workspace_size, work, tensors)
 
     def second(workspace: object, workspace_size: int, executor: Executor | None, stream: object = None) -> int:
         try:
             work = _work_of(name, workspace, workspace_size, executor)
+            executor.unchanged()  # type: ignore[union-attr]  # None has no work
         except Refusal as refusal:
             remember(f"aclnn{name}: {refusal}")
             return refusal.status
         try:
             with torch.no_grad():
                 work()
-        except (ValueError, TypeError, RuntimeError, MemoryError) as error:
-            remember(f"aclnn{name}: {error}")
+        except Exception as error:  # whatever it is, the caller gets a status
+            remember(f"aclnn{name}: {str(error) or type(error).__name__}")
             return INNER
         return SUCCESS
 
@@ -169,6 +190,10 @@ def _work_of(name: str, workspace: object, workspace_size: int, executor: Execut
         raise Refusal(PARAM_NULLPTR, "executor must not be null")
     if not isinstance(executor, Executor) or executor.operator != name:
         raise wrong("executor", f"one of aclnn{name}GetWorkspaceSize", getattr(executor, "operator", executor))
+    try:
+        workspace_size = operators.index(workspace_size)
+    except TypeError:
+        raise wrong("workspaceSize", "an int", type(workspace_size).__name__) from None
     if workspace_size < 0:
         raise wrong("workspaceSize", "at least 0", workspace_size)
     if workspace is None and workspace_size > 0:
@@ -200,7 +225,10 @@ def _tensor(parameter: Parameter, value: Any) -> Tensor | None:
             raise wrong(parameter.name, "a dense tensor", str(value.layout))
         return value
     if isinstance(value, Tensor):
-        return value.detach().as_subclass(Tensor)
+        plain = value.detach().as_subclass(Tensor)
+        if (form := getattr(value, "acl_format", None)) is not None:  # detaching drops it
+            plain.acl_format = form  # type: ignore[attr-defined]
+        return _tensor(parameter, plain)
     if not isinstance(value, np.ndarray):
         raise wrong(parameter.name, "a torch.Tensor, a numpy.ndarray or None", type(value).__name__)
     if not value.flags.writeable:
@@ -220,7 +248,7 @@ def _integer(parameter: Parameter, value: Any) -> int:
         except TypeError:
             raise wrong(parameter.name, "an int", type(value).__name__) from None
     if not -(2**63) <= value < 2**63:
-        raise wrong(parameter.name, "an int of 64 bits", value)
+        raise wrong(parameter.name, "an int of 64 bits", f"one of {int(value).bit_length() + 1}")
     return int(value)
 
 
@@ -234,7 +262,10 @@ def _boolean(parameter: Parameter, value: Any) -> bool:
 
 def _double(parameter: Parameter, value: Any) -> float:
     if isinstance(value, int | float | np.integer | np.floating):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise wrong(parameter.name, "a float of 64 bits", f"an int of {int(value).bit_length() + 1}") from None
     raise wrong(parameter.name, "a float", type(value).__name__)
 
 
@@ -356,32 +387,21 @@ def row_range(name: str, bounds: tuple[int, ...]) -> tuple[int, int]:
     return first, last
 
 
-def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """From the tensor's lowest byte to behind its highest."""
-    if tensor.numel() == 0:
-        return 0, 0
-    first = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return first, first + tensor.numel() * tensor.element_size()
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first, first + (reach + 1) * tensor.element_size()
-
-
 def apart(outputs: dict[str, Tensor | None], *inputs: Tensor | None) -> None:
     """Outputs lie beside each other and beside the inputs, and their own elements do not overlap.
 
     Looked at before anything runs, so that no output is written when another one is refused.
     """
-    taken = [_bytes_of(tensor) for tensor in inputs if tensor is not None]
+    taken = [(tensor, *span(tensor)) for tensor in inputs if tensor is not None]
     for name, out in outputs.items():
         if out is None:
             continue
         if torch._debug_has_internal_overlap(out) == 1:
             raise wrong(name, "a tensor whose elements do not overlap", f"strides {list(out.stride())}")
-        low, high = _bytes_of(out)
-        if any(first < high and low < last for first, last in taken):
+        low, high = span(out)
+        if any(first < high and low < last and overlap(out, other) for other, first, last in taken):
             raise wrong(name, "memory of its own", "memory shared with another argument")
-        taken.append((low, high))
+        taken.append((out, low, high))
 
 
 # ---------------------------------------------------------------------------- delivering

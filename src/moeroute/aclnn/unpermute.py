@@ -66,6 +66,9 @@ def _unpermute(
     ranked("probsOptional", probsOptional, 2, status=TILING)
     rows, hidden = permutedTokens.shape
     slots = sortedIndices.shape[0]
+    if topk is not None:
+        between("numTopk", topk, 1, MAX_TOPK)
+        divides("the length of sortedIndices", slots, "numTopk", topk)
     if probsOptional is not None:
         num_tokens, columns = probsOptional.shape
         if topk not in (None, columns):
@@ -75,8 +78,7 @@ def _unpermute(
             raise wrong_shape("sortedIndices", f"[T * K] = [{num_tokens * topk}]", sortedIndices, TILING)
     else:
         topk = 1 if topk is None else topk
-        between("numTopk", topk, 1, MAX_TOPK, TILING)
-        num_tokens = divides("the length of sortedIndices", slots, "numTopk", topk, TILING)
+        num_tokens = slots // topk
     between("K", topk, 0, MAX_TOPK, TILING)
     first = 0
     if rangeOptional is not None:
@@ -84,7 +86,7 @@ def _unpermute(
         shaped("permutedTokens", permutedTokens, (last - first, hidden), "[e - s, H]", TILING)
     elif rows > slots:
         raise wrong_shape("permutedTokens", f"[T * K, H] with T * K = {slots}", permutedTokens, TILING)
-    shaped("out", out, (num_tokens, hidden), "[T, H]", TILING)
+    shaped("out", out, (num_tokens, hidden), "[T, H]")
     apart({"out": out}, permutedTokens, sortedIndices, probsOptional)
 
     def work() -> None:
@@ -185,16 +187,23 @@ def _unpermute_grad(
         topk = 1 if topk is None else topk
     between("K", topk, 1, MAX_TOPK, TILING)
     shaped("sortedIndices", sortedIndices, (num_tokens * topk,), "[T * K]", shape_status)
-    rows, first = grad_out.shape[0], 0
+    ranked("permutedTokensGradOut", grad_out, 2)
+    first = 0
     if rangeOptional is not None:
         first, last = row_range("rangeOptional", rangeOptional)
         rows = last - first
-    elif rows > slots:
-        raise wrong_shape("permutedTokensGradOut", f"[T * K, H] with T * K = {slots}", grad_out, shape_status)
-    shaped("permutedTokensGradOut", grad_out, (rows, hidden), "[R, H]", shape_status)
+    elif probsOptional is not None and rows_in is not None:
+        rows = rows_in.shape[0]
+        if rows > slots:
+            raise wrong_shape("permutedTokensOptional", f"[T * K, H] with T * K = {slots}", rows_in, shape_status)
+    else:
+        rows = grad_out.shape[0]
+        if rows > slots:
+            raise wrong_shape("permutedTokensGradOut", f"[T * K, H] with T * K = {slots}", grad_out)
     if probsOptional is not None:
-        shaped("permutedTokensOptional", rows_in, (rows, hidden), "[R, H], as permutedTokensGradOut,", shape_status)
-        shaped("probsGradOut", probsGradOut, (num_tokens, topk), "[T, K]", shape_status)
+        shaped("permutedTokensOptional", rows_in, (rows, hidden), "[R, H]", shape_status)
+        shaped("probsGradOut", probsGradOut, (num_tokens, topk), "[T, K]")
+    shaped("permutedTokensGradOut", grad_out, (rows, hidden), "[R, H]")
     probs_out = None if probsOptional is None else probsGradOut
     outputs = {"permutedTokensGradOut": grad_out, "probsGradOut": probs_out}
     apart(outputs, rows_in, grad, sortedIndices, probsOptional)
@@ -337,14 +346,15 @@ def _moe_token_unpermute_with_routing_map(
     shaped("permuteTokenId", permuteTokenId, (slots,), "[S], as sortedIndices,")
     probs_out = None if probsOptional is None else permuteProbs
     shaped("permuteProbs", probs_out, (slots,), "[S], as sortedIndices,")
+    empty = slots == 0 or (not paddedMode and permutedTokens.numel() == 0)
     outputs = {
         "unpermutedTokens": unpermutedTokens,
         "outIndex": outIndex,
         "permuteTokenId": permuteTokenId,
-        "permuteProbs": probs_out,
+        "permuteProbs": permuteProbs if empty else probs_out,
     }
     apart(outputs, permutedTokens, sortedIndices, routingMapOptional, probsOptional)
-    if slots == 0 or (not paddedMode and permutedTokens.numel() == 0):
+    if empty:
         return zero_filled(*outputs.values())
     shaped("permutedTokens", permutedTokens, (slots, hidden), "[S, H], with S as sortedIndices,")
     topk = 0

@@ -662,7 +662,7 @@ def _second_phase(operator: str) -> Callable[..., None]:
         executor = handle.executor
         _need_stream(stream, RUNTIME_ERROR)
         needed = executor.workspace_size
-        if needed and workspace == 0:
+        if needed and workspace == 0 and workspace_size != 0:
             raise Failure(NULLPTR, f"workspace must be {needed} bytes of device memory; got a null pointer")
         if needed and workspace_size >= needed and _block_of(workspace, needed) is None:
             what = f"workspace must be {needed} bytes of device memory"

@@ -701,6 +701,7 @@ def combine(
     address = target.data_ptr()
     streaming = num_tokens * hidden * size >= STREAM_BYTES and _aligned(address, stride * size)
     work = (num_slots + num_tokens) * hidden * size
+    ahead = 0 if work < SERIAL_WORK else _ahead(work, num_slots // num_tokens, hidden, size)
     if init is not None or bias is not None:
         weights = None if weights is None else _float_weights(weights)
         init, init_stride = (None, 0) if init is None else _rows(init)
@@ -715,13 +716,13 @@ def combine(
     elif weights is None:
         _combine.run(dtype, work, (
             address, rows.data_ptr(), row_of_slot.data_ptr(), offsets, topk, num_slots, num_rows, hidden, stride,
-            rows_stride, _ahead(work, num_slots // max(num_tokens, 1), hidden, size), streaming, 0, num_tokens,
+            rows_stride, ahead, streaming, 0, num_tokens,
         ))  # fmt: skip
     else:
         weights = _float_weights(weights)
         _combine_weighted.run(dtype, work, (
             address, rows.data_ptr(), weights.data_ptr(), row_of_slot.data_ptr(), offsets, topk, num_slots, num_rows,
-            hidden, stride, rows_stride, _ahead(work, num_slots // max(num_tokens, 1), hidden, size), streaming,
+            hidden, stride, rows_stride, ahead, streaming,
             0, num_tokens,
         ))  # fmt: skip
     return target if out is None else _finish(target, out)

@@ -379,7 +379,7 @@ def _spread_checked(
         backends.direct(operator, "out", x, weights, out)
         _check_out(operator, out, (plan.num_rows, x.shape[1]), x.dtype, x, weights, *_plan_tensors(plan))
         x, weights = _resolved(x), None if weights is None else _resolved(weights)
-    if out is not None or backends.plain(x, weights):
+    if out is not None or (backends.plain(x, weights) and not x.is_conj()):
         return _module(operator, backend, x).spread(
             x, weights, plan.row_of_slot, plan.slot_of_row, plan.slot_offsets, out=out
         )

@@ -234,18 +234,21 @@ def _plan(
 
 def _index_tensor(operator: str, argument: str, value: Any, shape: str, dims: tuple[int, ...]) -> Tensor:
     """A contiguous int32 or int64 tensor of one of these ranks, with at most 2^31 - 1 elements."""
-    index = checks.tensor(operator, argument, value).resolve_neg()
-    dtype = _INDEX_DTYPE.get(index.dtype)
+    index = checks.tensor(operator, argument, value)
+    kind = index.dtype
+    dtype = _INDEX_DTYPE.get(kind)
     if dtype is None:
         raise checks.wrong_dtype(operator, argument, "of an integer dtype", index)
     if index.dim() not in dims:
         raise checks.wrong_shape(operator, argument, shape, index)
     if index.numel() > LARGEST:
         raise checks.wrong_shape(operator, argument, f"{shape} with at most {LARGEST} elements", index)
-    if index.dtype is torch.uint64:  # what int64 cannot hold is the largest id, not a negative one
-        signed = index.contiguous().view(torch.int64)
-        return torch.where(signed < 0, 2**63 - 1, signed)
-    if dtype is not index.dtype:
+    if index.is_neg():
+        index = index.resolve_neg()
+    if dtype is not kind:
+        if kind is torch.uint64:  # what int64 cannot hold is the largest id, not a negative one
+            signed = index.contiguous().view(torch.int64)
+            return torch.where(signed < 0, 2**63 - 1, signed)
         index = index.to(dtype)
     return index.contiguous()
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -32,7 +33,7 @@ from moeroute import check, memory
 from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
 from moeroute.ops.gating.op import Gating, gating_topk
 from moeroute.ops.permutation.op import permute, unpermute
-from moeroute.ops.planning.op import RoutingPlan, capacity_from_factor, plan_from_expert_ids
+from moeroute.ops.planning.op import RoutingPlan, plan_from_expert_ids
 
 INITIAL_STD = 0.02
 
@@ -470,6 +471,7 @@ class MoE(nn.Module):
         check.integer("nn.MoE", "align", align, minimum=1)
         self.num_experts = num_experts
         self.capacity_factor = capacity_factor
+        self._capacity_ratio = Fraction(str(capacity_factor or 0)).as_integer_ratio()
         self.drop = drop
         self.align = align
         self.backend = backend
@@ -563,7 +565,9 @@ class MoE(nn.Module):
         if self.capacity_factor is None:
             return None
         num_tokens, k = expert_ids.shape
-        return capacity_from_factor(num_tokens, k, self.num_experts, self.capacity_factor)
+        # Not capacity_from_factor itself: a float attribute is symbolic under torch.compile(dynamic=True).
+        numerator, denominator = self._capacity_ratio
+        return -(-(num_tokens * k * numerator) // (self.num_experts * denominator))
 
     def _num_rows(self, expert_ids: Tensor, padding_mask: Tensor | None) -> int | None:
         if padding_mask is None and self.capacity_factor is None and self.align == 1:

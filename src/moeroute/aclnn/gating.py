@@ -27,7 +27,7 @@ from moeroute.aclnn.core import (
     wrong,
     wrong_shape,
 )
-from moeroute.ops.gating.op import gating_topk, gating_topk_backward
+from moeroute.ops.gating.op import gating_topk, gating_topk_backward, look_up_expert_ids
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -175,10 +175,7 @@ def _moe_gating_top_k_v2(
     def work() -> None:
         chosen = None
         if inputIdsOptional is not None and tid2eidOptional is not None:
-            keys = tid2eidOptional.shape[0]
-            known = (inputIdsOptional >= 0) & (inputIdsOptional < keys)
-            chosen = tid2eidOptional[torch.where(known, inputIdsOptional, 0).long()]
-            chosen = torch.where(known[:, None], chosen, -1)
+            chosen = look_up_expert_ids(inputIdsOptional, tid2eidOptional)
         y, ids = target_of(yOut, num_tokens, k), target_of(expertIdxOut, num_tokens, k)
         scores = target_of(outOut, num_tokens, num_experts) if outFlag else torch.empty_like(x, dtype=torch.float32)
         gating_topk(

@@ -109,8 +109,7 @@ def _moe_token_permute(
         return zero_filled(permuteTokensOut, sortedIndicesOut)
 
     def work() -> None:
-        plan = plan_from_expert_ids(indices, None, num_rows=slots)
-        sortedIndicesOut.copy_(plan.row_of_slot)
+        plan = plan_from_expert_ids(indices, None, num_rows=slots, out=sortedIndicesOut)
         target = target_of(permuteTokensOut, rows, columns)
         spread(tokens.reshape(num_tokens, columns), _cut(plan, rows), out=target)
         deliver(target, permuteTokensOut)
@@ -159,8 +158,7 @@ def _moe_token_permute_with_ep(
         return zero_filled(permuteTokensOut, sortedIndicesOut, probs_out)
 
     def work() -> None:
-        plan = plan_from_expert_ids(indices, None, num_rows=num_tokens * topk)
-        sortedIndicesOut.copy_(plan.row_of_slot)
+        plan = plan_from_expert_ids(indices, None, num_rows=num_tokens * topk, out=sortedIndicesOut)
         plan = _cut(plan, rows, first)
         target = target_of(permuteTokensOut, rows, columns)
         spread(tokens.reshape(num_tokens, columns), plan, out=target)
@@ -334,8 +332,7 @@ def _moe_token_permute_with_routing_map(
             plan = plan_from_routing_map(routingMap, fill=True, capacity=each)
             sortedIndicesOut.copy_(plan.token_of_row)
         else:
-            plan = plan_from_routing_map(routingMap, topk=each)
-            sortedIndicesOut.copy_(plan.row_of_slot)
+            plan = plan_from_routing_map(routingMap, topk=each, out=sortedIndicesOut)
             plan = _cut(plan, rows)
         spread(tokens, plan, out=permuteTokensOut)
         if probsOptional is not None:

@@ -37,8 +37,8 @@ from moeroute.ops.planning.op import (
 _LARGEST = 2**31 - 1
 
 
-def _counts(plan: RoutingPlan) -> Tensor:
-    counts = plan.tokens_per_expert
+def _counts(plan: RoutingPlan, cumulative: bool = False) -> Tensor:
+    counts = plan.tokens_up_to_expert if cumulative else plan.tokens_per_expert
     assert counts is not None  # noqa: S101 - for the type checker: a plan with experts has them
     return counts
 
@@ -120,15 +120,15 @@ def _moe_init_routing_v2(
     apart(outputs, x, expertIdx)
 
     def work() -> None:
+        index = expandedRowIdxOut
         if drop:
-            plan = plan_from_expert_ids(expertIdx, expertNum, capacity=expertCapacity, pad_to_capacity=True)
+            plan = plan_from_expert_ids(expertIdx, expertNum, capacity=expertCapacity, pad_to_capacity=True, out=index)
         else:
-            plan = plan_from_expert_ids(expertIdx, None if counts_out is None else expertNum, num_rows=slots)
-        expandedRowIdxOut.copy_(plan.row_of_slot)
+            plan = plan_from_expert_ids(expertIdx, None if counts_out is None else expertNum, num_rows=slots, out=index)
         if before_out is not None:
             before_out.copy_(_counts(plan_from_expert_ids(expertIdx, expertNum, num_rows=slots)))
         if counts_out is not None:
-            counts_out.copy_(_counts(plan).cumsum(0) if count_or_cumsum == 1 else _counts(plan))
+            counts_out.copy_(_counts(plan, cumulative=count_or_cumsum == 1))
         if rows < plan.num_rows:
             plan = plan_from_row_of_slot(plan.row_of_slot, num_tokens, rows)
         target = target_of(expandedXOut, rows, hidden)
@@ -357,7 +357,7 @@ def _moe_compute_expert_tokens(sortedExperts: Tensor, numExperts: int, out: Tens
 
     def work() -> None:
         plan = plan_from_expert_ids(sortedExperts, numExperts, num_rows=sortedExperts.shape[0])
-        out.copy_(_counts(plan).cumsum(0))
+        out.copy_(_counts(plan, cumulative=True))
 
     return 0, work
 

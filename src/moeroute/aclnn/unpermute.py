@@ -367,8 +367,7 @@ def _moe_token_unpermute_with_routing_map(
     def work() -> None:
         experts = None
         if paddedMode:
-            plan = plan_from_token_ids(sortedIndices, num_tokens, num_experts=num_experts)
-            outIndex.copy_(plan.row_of_slot)
+            plan = plan_from_token_ids(sortedIndices, num_tokens, num_experts=num_experts, out=outIndex)
         else:
             if routingMapOptional is not None:
                 experts = _experts_of_table(routingMapOptional, topk)

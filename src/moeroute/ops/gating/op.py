@@ -465,3 +465,13 @@ def gating_topk_backward(
             scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, backend
         )
     return gradient
+
+
+def look_up_expert_ids(keys: Tensor, table: Tensor) -> Tensor:
+    """[T, K] expert ids of a table [N, K] by key [T] (hash routing); -1 for a key outside [0, N).
+
+    >>> look_up_expert_ids(torch.tensor([1, 0, 2]), torch.tensor([[10, 42], [33, 127]])).tolist()
+    [[33, 127], [10, 42], [-1, -1]]
+    """
+    known = (keys >= 0) & (keys < table.shape[0])
+    return torch.where(known[:, None], table[torch.where(known, keys, 0).long()], -1)

@@ -126,6 +126,15 @@ class RoutingPlan:
         return _gather(self.token_of_slot, self.slot_of_row)
 
     @property
+    def tokens_up_to_expert(self) -> Tensor | None:
+        """int64 [E]: running totals of `tokens_per_expert`. None where the plan knows no experts.
+
+        >>> plan_from_expert_ids(torch.tensor([[2, 0], [-1, 2], [0, 2]]), 4).tokens_up_to_expert.tolist()
+        [2, 2, 5, 5]
+        """
+        return None if self.tokens_per_expert is None else self.tokens_per_expert.cumsum(0)
+
+    @property
     def expert_of_row(self) -> Tensor | None:
         """int32 [R]: which entry of `rows_per_expert` each row belongs to, padding rows of an expert
         included; -1 behind the last. None where the plan knows no experts.
@@ -243,7 +252,7 @@ def _index_tensor(operator: str, argument: str, value: Any, shape: str, dims: tu
         raise checks.wrong_shape(operator, argument, shape, index)
     if index.numel() > LARGEST:
         raise checks.wrong_shape(operator, argument, f"{shape} with at most {LARGEST} elements", index)
-    if index.is_neg():
+    if not torch.compiler.is_compiling() and index.is_neg():
         index = index.resolve_neg()
     if dtype is not kind:
         if kind is torch.uint64:  # what int64 cannot hold is the largest id, not a negative one
@@ -271,7 +280,7 @@ def _weights(operator: str, value: Any, like: str, first: Tensor, shape: tuple[i
     if weights.shape != shape and weights.shape != first.shape:
         raise checks.wrong_shape(operator, "weights", f"{list(shape)}, as {like}", weights)
     checks.same_device(operator, like, first, "weights", weights)
-    return weights.detach().resolve_neg().contiguous()
+    return weights.detach().contiguous()
 
 
 def _experts(operator: str, num_experts: int, expert_range: Any) -> tuple[int, int]:

@@ -109,6 +109,16 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return column < width or column + other_width > stride
 
 
+def buffer(operator: str, argument: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A tensor of the caller's of this shape and dtype; `writable` looks at its memory."""
+    if not isinstance(out, Tensor):
+        raise wrong_type(operator, argument, "a torch.Tensor", out)
+    if tuple(out.shape) != shape:
+        raise wrong_shape(operator, argument, f"of shape {list(shape)}", out)
+    if out.dtype is not dtype:
+        raise wrong_dtype(operator, argument, str(dtype), out)
+
+
 def writable(operator: str, argument: str, out: Tensor, *inputs: Tensor | None) -> None:
     """A buffer to write into: no memory shared inside it or with an input, on the inputs' device."""
     if out.is_conj() or out.is_neg():

@@ -33,7 +33,7 @@ from moeroute import check, memory
 from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
 from moeroute.ops.gating.op import Gating, gating_topk
 from moeroute.ops.permutation.op import permute, unpermute
-from moeroute.ops.planning.op import RoutingPlan, plan_from_expert_ids
+from moeroute.ops.planning.op import RoutingPlan, capacity_from_ratio, plan_from_expert_ids
 
 INITIAL_STD = 0.02
 
@@ -566,8 +566,7 @@ class MoE(nn.Module):
             return None
         num_tokens, k = expert_ids.shape
         # Not capacity_from_factor itself: a float attribute is symbolic under torch.compile(dynamic=True).
-        numerator, denominator = self._capacity_ratio
-        return -(-(num_tokens * k * numerator) // (self.num_experts * denominator))
+        return capacity_from_ratio(num_tokens, k, self.num_experts, *self._capacity_ratio)
 
     def _num_rows(self, expert_ids: Tensor, padding_mask: Tensor | None) -> int | None:
         if padding_mask is None and self.capacity_factor is None and self.align == 1:

@@ -265,12 +265,7 @@ def _check_out(
     operator: str, argument: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor | None
 ) -> None:
     """A buffer of the caller's: whole rows, wherever they lie, and nobody else's memory."""
-    if not isinstance(out, Tensor):
-        raise check.wrong_type(operator, argument, "a torch.Tensor", out)
-    if tuple(out.shape) != shape:
-        raise check.wrong_shape(operator, argument, f"of shape {list(shape)}", out)
-    if out.dtype is not dtype:
-        raise check.wrong_dtype(operator, argument, str(dtype), out)
+    check.buffer(operator, argument, out, shape, dtype)
     if shape[1] > 1 and out.stride(1) != 1:
         raise check.wrong_value(operator, argument, "a tensor with contiguous rows", f"strides {out.stride()}")
     backends.direct(operator, argument, out, *inputs)

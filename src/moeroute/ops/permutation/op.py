@@ -316,13 +316,8 @@ def _check_plan_weights(operator: str, argument: str, weights: Tensor, plan: Rou
 
 
 def _check_out(operator: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor | None) -> None:
-    """A buffer of the caller's: shape, dtype, device, no overlap with itself or an input, no gradient to record."""
-    if not isinstance(out, Tensor):
-        raise check.wrong_type(operator, "out", "a torch.Tensor", out)
-    if tuple(out.shape) != shape:
-        raise check.wrong_shape(operator, "out", f"of shape {list(shape)}", out)
-    if out.dtype is not dtype:
-        raise check.wrong_dtype(operator, "out", str(dtype), out)
+    """A buffer of the caller's: shape, dtype, device, no memory shared inside it or with an input."""
+    check.buffer(operator, "out", out, shape, dtype)
     check.writable(operator, "out", out, *inputs)
 
 

@@ -1100,5 +1100,10 @@ def capacity_from_factor(
     if factor != factor or not 0 <= factor < float("inf"):  # a Decimal's NaN cannot even be compared
         raise checks.wrong_value(operator, "factor", "finite and at least 0", factor)
     exact = Fraction(str(factor))
-    capacity = -(-num_tokens * topk * exact.numerator // (num_experts * exact.denominator))
+    capacity = capacity_from_ratio(num_tokens, topk, num_experts, *exact.as_integer_ratio())
     return (max(capacity, minimum) + align - 1) // align * align
+
+
+def capacity_from_ratio(num_tokens: int, topk: int, num_experts: int, numerator: int, denominator: int) -> int:
+    """ceil(T * K * factor / E) for a factor of two integers, which torch.compile can trace with a symbolic T."""
+    return -(-num_tokens * topk * numerator // (num_experts * denominator))

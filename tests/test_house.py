@@ -32,7 +32,7 @@ TREES = {name_of(file): ast.parse(file.read_text()) for file in sorted(PACKAGE.r
 
 # A module imports from the floors below it only.
 FLOORS = (
-    ("check", "ops.simd"),
+    ("check", "ops.simd", "ops.tiles"),
     ("backend", "memory", "ops.launch"),
     ("ops.rows",),
     ("ops.differentiation", "ops.balance"),
@@ -40,7 +40,7 @@ FLOORS = (
     ("ops.gating.op",),
     ("ops.planning.reference", "ops.planning.numba_cpu"),
     ("ops.planning.op",),
-    ("ops.permutation.reference", "ops.permutation.numba_cpu"),
+    ("ops.permutation.reference", "ops.permutation.numba_cpu", "ops.permutation.triton_gpu"),
     ("ops.permutation.op",),
     ("",),  # the package: its names for users
     ("nn", "testing"),
@@ -59,6 +59,7 @@ EMPTY = ("ops", *(f"ops.{room}" for room in ROOMS))
 NEEDS = {
     "reference": {"check"},
     "numba_cpu": {"check", "memory", "ops.launch", "ops.rows", "ops.simd"},
+    "triton_gpu": {"check", "ops.tiles"},
     "op": {"check", "backend", "ops.differentiation", "ops.planning.op"},
 }
 
@@ -97,19 +98,25 @@ def test_arrows_point_down(name: str) -> None:
     if last in NEEDS:
         assert imports_of(name) <= NEEDS[last]
     elif name:
-        assert not any(i.endswith((".reference", ".numba_cpu")) for i in imports_of(name)), "backend.py loads those"
+        assert not any(i.endswith((".reference", ".numba_cpu", ".triton_gpu")) for i in imports_of(name)), (
+            "backend.py loads those"
+        )
 
 
-def test_only_the_cpu_backend_knows_numba() -> None:
+@pytest.mark.parametrize(
+    "packages, own, file",
+    [(("numba", "llvmlite"), {"ops.simd", "ops.launch"}, "numba_cpu"), (("triton",), {"ops.tiles"}, "triton_gpu")],
+)
+def test_only_its_backend_knows_a_compiler(packages: tuple[str, ...], own: set[str], file: str) -> None:
     knows = {
         name
         for name, tree in TREES.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for package in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
-        if package.split(".")[0] in ("numba", "llvmlite")
+        if package.split(".")[0] in packages
     }
-    assert knows == {"ops.simd", "ops.launch", *(f"ops.{room}.numba_cpu" for room in ROOMS)}
+    assert knows == {*own, *(n for room in ROOMS if (n := f"ops.{room}.{file}") in TREES)}
 
 
 # ---------------------------------------------------------------------------- rooms
@@ -134,13 +141,15 @@ def signature_of(function: ast.FunctionDef) -> str:
     return ast.unparse(bare.args)
 
 
+@pytest.mark.parametrize("file", ["numba_cpu"])
 @pytest.mark.parametrize("room", ROOMS)
-def test_both_implementations_offer_the_same(room: str) -> None:
-    reference, cpu = functions_of(f"ops.{room}.reference"), functions_of(f"ops.{room}.numba_cpu")
-    assert cpu
-    for name, function in cpu.items():
+def test_all_implementations_offer_the_same(room: str, file: str) -> None:
+    reference, other = functions_of(f"ops.{room}.reference"), functions_of(f"ops.{room}.{file}")
+    assert other
+    for name, function in other.items():
         assert name in reference, f"{room}: the reference has no {name}"
         assert signature_of(function) == signature_of(reference[name]), f"{room}: {name}"
+    assert functions_of(f"ops.{room}.numba_cpu").keys() == other.keys()
 
 
 # ---------------------------------------------------------------------------- public names

@@ -1,7 +1,8 @@
 """Who answers a call, and why not the others.
 
-`reference` is plain torch and runs anywhere; `cpu` is Numba. Nothing is imported before it is
-needed. An explicit `backend=` never falls back: it raises with the reason.
+`reference` is plain torch and runs anywhere; `cpu` is Numba; `triton` serves NVIDIA, AMD and Ascend
+devices, and CPU tensors in Triton's interpreter. Nothing is imported before it is needed. An explicit
+`backend=` never falls back: it raises with the reason.
 """
 
 import importlib
@@ -15,8 +16,10 @@ from torch.nn import Parameter
 
 from moeroute import check
 
-FILES = {"reference": "reference", "cpu": "numba_cpu"}
+FILES = {"reference": "reference", "cpu": "numba_cpu", "triton": "triton_gpu"}
 NAMES = tuple(FILES)
+OLDEST_TRITON = (3, 2)
+OLDEST_CAPABILITY = (8, 0)  # the first with bfloat16
 
 _modules: dict[tuple[str, str], ModuleType] = {}
 _chosen: dict[tuple[str | None, torch.device, torch.dtype | None], str] = {}
@@ -30,17 +33,53 @@ _compiling = torch.compiler.is_compiling
 
 def unavailable(name: str) -> str | None:
     """Why the backend cannot run in this environment, or None where it can."""
+    if name not in _reasons:
+        _reasons[name] = _triton_reason()
     return _reasons[name]
 
 
-def _reason(name: str) -> str | None:
-    if name == "cpu" and importlib.util.find_spec("numba") is None:
+def _cpu_reason() -> str | None:
+    if importlib.util.find_spec("numba") is None:
         return "the package numba is not installed"
     return None
 
 
-# A table, filled at once: torch.compile warns of functools.cache and traces into importlib.
-_reasons = {name: _reason(name) for name in NAMES}
+def _triton_reason() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed (pip install 'moeroute[triton]')"
+    version = importlib.import_module("triton").__version__
+    if tuple(map(int, version.split(".")[:2])) < OLDEST_TRITON:
+        return f"triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    if interpreted() or torch.cuda.is_available() or (hasattr(torch, "npu") and torch.npu.is_available()):
+        return None
+    return "there is no NVIDIA, AMD or Ascend device (for Triton's interpreter set TRITON_INTERPRET=1 at the start)"
+
+
+def interpreted() -> bool:
+    """Whether Triton's kernels run in its interpreter, on CPU tensors."""
+    return importlib.import_module("moeroute.ops.tiles").INTERPRETED
+
+
+def _triton_refuses(device: torch.device) -> str | None:
+    """Why the triton backend cannot serve this device."""
+    if device.type == "cpu":
+        if interpreted():
+            return None
+        return "a CPU tensor, which it takes only with TRITON_INTERPRET=1 set before triton is imported"
+    if device.type == "cuda" and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST_CAPABILITY:
+            oldest = ".".join(map(str, OLDEST_CAPABILITY))
+            return f"{device} of capability {'.'.join(map(str, capability))}, older than {oldest}; use 'reference'"
+        return None
+    if device.type in ("cuda", "npu"):
+        return None
+    return f"{device}, which is no NVIDIA, AMD or Ascend device; use 'reference'"
+
+
+# A table, not functools.cache: torch.compile warns of that and traces into importlib. What triton can do is
+# found out when somebody asks: looking for devices wakes them.
+_reasons = {"reference": None, "cpu": _cpu_reason()}
 
 
 def choose(operator: str, backend: str | None, device: torch.device, dtype: torch.dtype | None = None) -> str:
@@ -57,18 +96,23 @@ def choose(operator: str, backend: str | None, device: torch.device, dtype: torc
 
 def _choose(operator: str, backend: str | None, device: torch.device, dtype: torch.dtype | None) -> str:
     if backend is None:
-        if device.type == "cpu" and dtype is not torch.float64 and unavailable("cpu") is None:
-            return "cpu"
+        if dtype is torch.float64:
+            return "reference"
+        if device.type == "cpu":
+            return "cpu" if unavailable("cpu") is None else "reference"
+        if device.type in ("cuda", "npu") and unavailable("triton") is None and _triton_refuses(device) is None:
+            return "triton"
         return "reference"
     if backend not in FILES:
         raise check.wrong_value(operator, "backend", "one of " + ", ".join(map(repr, NAMES)), repr(backend))
-    if backend == "cpu":
-        if (reason := unavailable("cpu")) is not None:
-            raise check.wrong_value(operator, "backend", "one that is available", f"'cpu': {reason}")
-        if device.type != "cpu":
-            raise check.wrong_value(operator, "backend", f"one that serves {device}", "'cpu'")
-        if dtype is torch.float64:
-            raise check.wrong_value(operator, "backend", "'reference' for torch.float64", "'cpu'")
+    if (reason := unavailable(backend)) is not None:
+        raise check.wrong_value(operator, "backend", "one that is available", f"{backend!r}: {reason}")
+    if backend == "cpu" and device.type != "cpu":
+        raise check.wrong_value(operator, "backend", f"one that serves {device}", "'cpu'")
+    if backend == "triton" and (reason := _triton_refuses(device)) is not None:
+        raise check.wrong_value(operator, "backend", "one that serves these tensors", f"'triton' for {reason}")
+    if backend != "reference" and dtype is torch.float64:
+        raise check.wrong_value(operator, "backend", "'reference' for torch.float64", repr(backend))
     return backend
 
 

@@ -1,0 +1,530 @@
+"""The row operators in Triton: kernels, then launchers.
+
+`spread` and `combine` take a tile of tokens and a block of the hidden axis; the dot products take a
+tile of slots and walk the hidden axis, 256 elements at a time, one warp a slot. An index is
+range-checked before it is used, whatever the plan says. Offsets are int64.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeroute.ops.tiles import PARTIAL_SUMS, launch, narrow, power_of_two, sum_of_partials, tile_rows
+
+# The launch table. An H200 keeps its memory busy with bandwidth × latency = 4.8 TB/s × 0.7 µs = 3.4 MB in flight,
+# 26 KB for each of 132 multiprocessors. A program of `spread` or `combine` asks for ROW_BYTES of each of up to
+# SLOTS_AT_ONCE rows at a time, 16 bytes a thread and row: 16 KB for eight rows, 4 KB for two, and 8 to 16 programs
+# share a multiprocessor. A program of the dot products has a warp for each of its slots, and each asks for
+# 512 elements of two rows at a time: 2 KB a slot and 16 KB a program in bfloat16.
+ROW_BYTES = 2048
+SLOTS_AT_ONCE = 8
+DOT_SLOTS = 8
+ZERO_ROWS, ZERO_BLOCK = 32, 128  # rows that one program looks through for unused ones; few registers
+LANE_BYTES = 512  # a warp's 16-byte accesses
+SMALL_TILE = 1024  # elements a program of what moves weights and indices
+
+
+# ---------------------------------------------------------------------------- kernels: slots of a token
+
+
+@triton.jit
+def slots_of(slot_offsets, topk, num_slots, token, valid):
+    """Where the slots of each token begin and end; always inside 0..num_slots."""
+    if slot_offsets is None:
+        first = token * topk
+        return tl.where(valid, first, 0), tl.where(valid, first + topk, 0)
+    else:
+        first = tl.load(slot_offsets + token, mask=valid, other=0)
+        last = tl.load(slot_offsets + token + 1, mask=valid, other=0)
+        return tl.minimum(tl.maximum(first, 0), num_slots), tl.minimum(tl.maximum(last, 0), num_slots)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_slots", "steps"])
+def token_of_slot_kernel(token_of_slot, slot_offsets, num_tokens, num_slots, steps, SLOTS: tl.constexpr):
+    """The token that owns each slot, -1 where none does: by bisection, `steps` of which suffice."""
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    low = tl.zeros((SLOTS,), tl.int32)
+    high = low + num_tokens
+    for _ in range(steps):
+        middle = (low + high) // 2
+        end = tl.load(slot_offsets + middle + 1, mask=middle < num_tokens, other=2147483647)
+        after = end <= slot
+        low = tl.where(after & (low < high), middle + 1, low)
+        high = tl.where(after, high, middle)
+    owned = (low < num_tokens) & (tl.load(slot_offsets) <= slot)
+    tl.store(token_of_slot + slot, tl.where(owned, low, -1), mask=slot < num_slots)
+
+
+@triton.jit
+def token_of(token_of_slot, topk, slot, valid):
+    if token_of_slot is None:
+        return tl.where(valid, slot // tl.maximum(topk, 1), -1)
+    else:
+        return tl.load(token_of_slot + slot, mask=valid, other=-1)
+
+
+# ---------------------------------------------------------------------------- kernels: combine
+
+
+@triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_rows", "num_experts"])
+def combine_kernel(
+    out, rows, weights, init, init_more, bias, row_of_slot, expert_of_slot, slot_offsets, num_tokens, topk, num_slots,
+    num_rows, num_experts, hidden, out_stride, rows_stride, init_stride, init_more_stride,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(hidden, BLOCK)
+    token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
+    column = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
+    valid = token < num_tokens
+    inside = column < hidden
+    at = token.to(tl.int64)[:, None]
+    first, last = slots_of(slot_offsets, topk, num_slots, token, valid)
+
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    if init is not None:
+        total = tl.load(init + at * init_stride + column, mask=valid[:, None] & inside, other=0).to(tl.float32)
+    if init_more is not None:
+        more = tl.load(init_more + at * init_more_stride + column, mask=valid[:, None] & inside, other=0)
+        total = total + more.to(tl.float32)
+
+    for base in range(0, tl.max(last - first, axis=0), SLOTS):
+        for k in tl.static_range(SLOTS):
+            slot = first + base + k
+            live = slot < last
+            row = tl.load(row_of_slot + slot, mask=live, other=-1)
+            has_row = (row >= 0) & (row < num_rows)
+            used = has_row
+            if bias is not None:
+                expert = tl.load(expert_of_slot + slot, mask=live, other=-1)
+                has_bias = (expert >= 0) & (expert < num_experts)
+                used = used | has_bias
+            if weights is not None:
+                weight = tl.load(weights + slot, mask=live, other=0).to(tl.float32)
+                used = used & (weight != 0)
+            has_row = has_row & used
+            term = tl.load(
+                rows + row.to(tl.int64)[:, None] * rows_stride + column, mask=has_row[:, None] & inside, other=0
+            ).to(tl.float32)
+            if bias is not None:
+                has_bias = (has_bias & used)[:, None]
+                more = tl.load(
+                    bias + expert.to(tl.int64)[:, None] * hidden + column, mask=has_bias & inside, other=0
+                ).to(tl.float32)
+                term = tl.where(has_bias, term + more, term)
+            if weights is not None:
+                term = weight[:, None] * term
+            total = tl.where(used[:, None], total + term, total)
+
+    narrowed = narrow(total, out.dtype.element_ty)
+    tl.store(out + at * out_stride + column, narrowed, mask=valid[:, None] & inside)
+
+
+# ---------------------------------------------------------------------------- kernels: spread
+
+
+@triton.jit
+def zero_unused_rows(
+    out, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, hidden, out_stride, tile,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Zeros in the rows of a tile that no token's slot fills."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    valid = row < num_rows
+    first = 0
+    last = num_tokens * topk
+    if slot_offsets is not None:
+        first = tl.maximum(tl.load(slot_offsets), 0)
+        last = tl.minimum(tl.load(slot_offsets + num_tokens), num_slots)
+    slot = tl.load(slot_of_row + row, mask=valid, other=-1)
+    named = (slot >= first) & (slot < last)
+    back = tl.load(row_of_slot + slot, mask=named, other=-1)
+    unused = valid & ((back != row) | (named == 0))
+    if tl.max(unused.to(tl.int32), axis=0) > 0:
+        at = out + row.to(tl.int64)[:, None] * out_stride
+        for h in range(0, hidden, BLOCK):
+            column = (h + tl.arange(0, BLOCK))[None, :]
+            zeros = tl.zeros((ROWS, BLOCK), out.dtype.element_ty)
+            tl.store(at + column, zeros, mask=unused[:, None] & (column < hidden))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_rows", "programs"])
+def spread_kernel(
+    out, x, weights, row_of_slot, slot_of_row, slot_offsets, num_tokens, topk, num_slots, num_rows, hidden, out_stride,
+    x_stride, programs, TOKENS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    ZERO_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first `programs` programs copy, the others look for rows to fill with zeros."""
+    tile = tl.program_id(0)
+    if tile < programs:
+        blocks = tl.cdiv(hidden, BLOCK)
+        token = tile // blocks * TOKENS + tl.arange(0, TOKENS)
+        column = (tile % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
+        valid = token < num_tokens
+        inside = column < hidden
+        first, last = slots_of(slot_offsets, topk, num_slots, token, valid)
+        at = x + token.to(tl.int64)[:, None] * x_stride
+        value = tl.load(at + column, mask=valid[:, None] & inside, other=0)
+        for base in range(0, tl.max(last - first, axis=0), SLOTS):
+            # All indices at once: no load may pass a store.
+            slot = (first + base)[:, None] + tl.arange(0, SLOTS)[None, :]
+            row = tl.load(row_of_slot + slot, mask=slot < last[:, None], other=-1)
+            named = (row >= 0) & (row < num_rows)
+            used = named & (tl.load(slot_of_row + row, mask=named, other=-1) == slot)
+            copy = value[:, None, :]
+            if weights is not None:
+                weight = tl.load(weights + slot, mask=used, other=0).to(tl.float32)[:, :, None]
+                copy = narrow(weight * copy.to(tl.float32), out.dtype.element_ty)
+            target = out + row.to(tl.int64)[:, :, None] * out_stride + column[:, None, :]
+            copy = tl.broadcast_to(copy, (TOKENS, SLOTS, BLOCK))
+            tl.store(target, copy, mask=used[:, :, None] & inside[:, None, :])
+    else:
+        zero_unused_rows(
+            out, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, hidden, out_stride,
+            tile - programs, ROWS, ZERO_BLOCK,
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- kernels: row_dots, spread_dots
+
+
+@triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_rows", "num_experts", "programs"])
+def dots_kernel(
+    dots, out, y, x, weights, bias, row_of_slot, slot_of_row, expert_of_slot, token_of_slot, slot_offsets, num_tokens,
+    topk, num_slots, num_rows, num_experts, hidden, out_stride, y_stride, x_stride, programs,
+    SLOTS: tl.constexpr, ROWS: tl.constexpr, ZERO_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """<y[row], x[token]> of each slot; with `out`, out[row] = weight * x[token] in the same pass."""
+    tile = tl.program_id(0)
+    if tile < programs:
+        slot = tile * SLOTS + tl.arange(0, SLOTS)
+        valid = slot < num_slots
+        token = token_of(token_of_slot, topk, slot, valid)
+        row = tl.load(row_of_slot + slot, mask=valid, other=-1)
+        used = (row >= 0) & (row < num_rows) & (token >= 0) & (token < num_tokens)
+        y_at = y + row.to(tl.int64)[:, None] * y_stride
+        x_at = x + token.to(tl.int64)[:, None] * x_stride
+        if bias is not None:
+            expert = tl.load(expert_of_slot + slot, mask=used, other=-1)
+            has_bias = ((expert >= 0) & (expert < num_experts))[:, None]
+            bias_at = bias + expert.to(tl.int64)[:, None] * hidden
+        if out is not None:
+            out_at = out + row.to(tl.int64)[:, None] * out_stride
+            weight = tl.load(weights + slot, mask=used, other=0).to(tl.float32)[:, None]
+            written = (used & (tl.load(slot_of_row + row, mask=used, other=-1) == slot))[:, None]
+
+        partial = tl.zeros((SLOTS, PARTIAL_SUMS), tl.float32)
+        for h in range(0, hidden, 2 * PARTIAL_SUMS):
+            # Two pieces, all loads first: none may pass a store.
+            column = (tl.arange(0, PARTIAL_SUMS) + h)[None, :]
+            further = column + PARTIAL_SUMS
+            inside = used[:, None] & (column < hidden)
+            inside_further = used[:, None] & (further < hidden)
+            y_near = tl.load(y_at + column, mask=inside, other=0).to(tl.float32)
+            x_near = tl.load(x_at + column, mask=inside, other=0).to(tl.float32)
+            y_far = tl.load(y_at + further, mask=inside_further, other=0).to(tl.float32)
+            x_far = tl.load(x_at + further, mask=inside_further, other=0).to(tl.float32)
+            if bias is not None:
+                more = tl.load(bias_at + column, mask=inside & has_bias, other=0).to(tl.float32)
+                y_near = tl.where(has_bias, y_near + more, y_near)
+                more = tl.load(bias_at + further, mask=inside_further & has_bias, other=0).to(tl.float32)
+                y_far = tl.where(has_bias, y_far + more, y_far)
+            if out is not None:
+                tl.store(out_at + column, narrow(weight * x_near, out.dtype.element_ty), mask=inside & written)
+                tl.store(out_at + further, narrow(weight * x_far, out.dtype.element_ty), mask=inside_further & written)
+            partial = partial + y_near * x_near
+            partial = partial + y_far * x_far
+        dot = tl.where(used, sum_of_partials(partial), 0.0)
+        tl.store(dots + slot, narrow(dot, dots.dtype.element_ty), mask=valid)
+    else:
+        if out is not None:
+            zero_unused_rows(
+                out, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, hidden, out_stride,
+                tile - programs, ROWS, ZERO_BLOCK,
+            )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------- kernels: weights
+
+
+@triton.jit(do_not_specialize=["num_values", "size"])
+def take_kernel(out, values, index, num_values, size, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(index + i, mask=i < size, other=-1)
+    value = tl.load(values + at, mask=(at >= 0) & (at < num_values), other=0)
+    tl.store(out + i, value, mask=i < size)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_experts", "weights_stride"])
+def slot_weights_kernel(
+    out, weights, expert_of_slot, token_of_slot, num_tokens, topk, num_slots, num_experts, weights_stride,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    valid = slot < num_slots
+    token = token_of(token_of_slot, topk, slot, valid)
+    expert = tl.load(expert_of_slot + slot, mask=valid, other=-1)
+    used = (token >= 0) & (token < num_tokens) & (expert >= 0) & (expert < num_experts)
+    value = tl.load(weights + token.to(tl.int64) * weights_stride + expert, mask=used, other=0)
+    tl.store(out + slot, value, mask=valid)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_experts", "out_stride"])
+def slot_weights_backward_kernel(
+    out, grad, expert_of_slot, slot_offsets, num_tokens, topk, num_slots, num_experts, out_stride,
+    ACCUMULATE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(num_experts, BLOCK)
+    token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
+    column = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
+    valid = token < num_tokens
+    first, last = slots_of(slot_offsets, topk, num_slots, token, valid)
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for k in range(0, tl.max(last - first, axis=0)):
+        slot = first + k
+        live = slot < last
+        expert = tl.load(expert_of_slot + slot, mask=live, other=-1)
+        value = tl.load(grad + slot, mask=live, other=0).to(tl.float32)[:, None]
+        if ACCUMULATE:
+            value = total + value
+        total = tl.where((expert[:, None] == column) & live[:, None], value, total)
+    narrowed = narrow(total, out.dtype.element_ty)
+    at = out + token.to(tl.int64)[:, None] * out_stride
+    tl.store(at + column, narrowed, mask=valid[:, None] & (column < num_experts))
+
+
+# ---------------------------------------------------------------------------- launchers
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """The tensor, or a copy where the elements of a row are not side by side, and the distance of its rows."""
+    stride, inner = tensor.stride()
+    if inner == 1 or tensor.shape[1] <= 1:
+        return tensor, stride
+    return tensor.contiguous(), tensor.shape[1]
+
+
+def _target(out: Tensor | None, like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Where a kernel writes: `out`, or a fresh tensor where its strides do not serve."""
+    if out is None or (out.stride(1) != 1 and columns > 1):
+        return torch.empty((rows, columns), dtype=dtype, device=like.device)
+    return out
+
+
+def _vector(out: Tensor | None, like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """`_target` for one dimension."""
+    if out is not None and (out.stride(0) == 1 or size <= 1):
+        return out
+    return torch.empty(size, dtype=dtype, device=like.device)
+
+
+def _finish(target: Tensor, out: Tensor | None) -> Tensor:
+    return target if out is None or out is target else out.copy_(target)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers: what is copied and not computed with."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor).flatten(1) if tensor.dim() == 2 else torch.view_as_real(tensor).flatten()
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _block(hidden: int, size: int) -> int:
+    """Elements of a row that a program takes."""
+    return tile_rows(4 * hidden, min(ROW_BYTES // size, max(power_of_two(hidden), 128)))
+
+
+def _warps(block: int, size: int) -> int:
+    return min(max(block * size // LANE_BYTES, 1), 8)
+
+
+def _slots_at_once(num_slots: int, num_tokens: int) -> int:
+    return min(SLOTS_AT_ONCE, power_of_two(-(-num_slots // max(num_tokens, 1))))
+
+
+def _token_of_slot(slot_offsets: Tensor | None, num_slots: int) -> Tensor | None:
+    """None where every token owns as many slots."""
+    if slot_offsets is None:
+        return None
+    num_tokens = slot_offsets.shape[0] - 1
+    found = torch.empty(num_slots, dtype=torch.int32, device=slot_offsets.device)
+    slots = tile_rows(num_slots, SMALL_TILE)
+    launch(
+        token_of_slot_kernel, -(-num_slots // slots), found, slot_offsets, num_tokens, num_slots,
+        num_tokens.bit_length(), warps=4, SLOTS=slots,
+    )  # fmt: skip
+    return found
+
+
+def _topk(num_slots: int, num_tokens: int) -> int:
+    return num_slots // num_tokens if num_tokens else 0
+
+
+def combine(
+    rows: Tensor,
+    weights: Tensor | None,
+    row_of_slot: Tensor,
+    slot_offsets: Tensor | None,
+    num_tokens: int,
+    *,
+    init: Tensor | None = None,
+    init_more: Tensor | None = None,
+    bias: Tensor | None = None,
+    expert_of_slot: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    rows, rows_stride = _rows(rows)
+    num_rows, hidden = rows.shape
+    num_slots, size = row_of_slot.shape[0], rows.element_size()
+    target = _target(out, rows, num_tokens, hidden, rows.dtype)
+    init, init_stride = (None, 0) if init is None else _rows(init)
+    init_more, init_more_stride = (None, 0) if init_more is None else _rows(init_more)
+    tokens, block = tile_rows(num_tokens, 1), _block(hidden, size)
+    launch(
+        combine_kernel, -(-num_tokens // tokens) * -(-hidden // block),
+        target, rows, None if weights is None else weights.contiguous(), init, init_more,
+        None if bias is None else bias.contiguous(), row_of_slot, None if bias is None else expert_of_slot,
+        slot_offsets, num_tokens, _topk(num_slots, num_tokens), num_slots, num_rows,
+        0 if bias is None else bias.shape[0], hidden, target.stride(0), rows_stride, init_stride, init_more_stride,
+        warps=_warps(block, size), TOKENS=tokens, BLOCK=block, SLOTS=_slots_at_once(num_slots, num_tokens),
+    )  # fmt: skip
+    return _finish(target, out)
+
+
+def spread(
+    x: Tensor,
+    weights: Tensor | None,
+    row_of_slot: Tensor,
+    slot_of_row: Tensor,
+    slot_offsets: Tensor | None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    num_rows, num_slots = slot_of_row.shape[0], row_of_slot.shape[0]
+    target = _target(out, x, num_rows, x.shape[1], x.dtype)
+    written = target
+    if weights is None:
+        x, written = _bits(x), _bits(target)
+    x, x_stride = _rows(x)
+    num_tokens, hidden = x.shape
+    size = x.element_size()
+    tokens, block, zero_rows = tile_rows(num_tokens, 1), _block(hidden, size), tile_rows(num_rows, ZERO_ROWS)
+    programs = -(-num_tokens // tokens) * -(-hidden // block)
+    launch(
+        spread_kernel, programs + -(-num_rows // zero_rows),
+        written, x, None if weights is None else weights.contiguous(), row_of_slot, slot_of_row, slot_offsets,
+        num_tokens, _topk(num_slots, num_tokens), num_slots, num_rows, hidden, written.stride(0), x_stride, programs,
+        warps=_warps(block, size), TOKENS=tokens, BLOCK=block, SLOTS=_slots_at_once(num_slots, num_tokens),
+        ROWS=zero_rows, ZERO_BLOCK=tile_rows(4 * hidden, ZERO_BLOCK),
+    )  # fmt: skip
+    return _finish(target, out)
+
+
+def _dots(
+    dots: Tensor,
+    out: Tensor | None,
+    y: Tensor,
+    x: Tensor,
+    weights: Tensor | None,
+    bias: Tensor | None,
+    row_of_slot: Tensor,
+    slot_of_row: Tensor | None,
+    expert_of_slot: Tensor | None,
+    slot_offsets: Tensor | None,
+) -> None:
+    (y, y_stride), (x, x_stride) = _rows(y), _rows(x)
+    (num_rows, hidden), num_tokens, num_slots = y.shape, x.shape[0], row_of_slot.shape[0]
+    slots, zero_rows = tile_rows(num_slots, DOT_SLOTS), tile_rows(num_rows, ZERO_ROWS)
+    programs = -(-num_slots // slots)
+    launch(
+        dots_kernel, programs + (0 if out is None else -(-num_rows // zero_rows)),
+        dots, out, y, x, weights, bias, row_of_slot, slot_of_row, expert_of_slot,
+        _token_of_slot(slot_offsets, num_slots), slot_offsets, num_tokens, _topk(num_slots, num_tokens), num_slots,
+        num_rows, 0 if bias is None else bias.shape[0], hidden, 0 if out is None else out.stride(0), y_stride,
+        x_stride, programs,
+        warps=DOT_SLOTS, SLOTS=slots, ROWS=zero_rows, ZERO_BLOCK=tile_rows(4 * hidden, ZERO_BLOCK),
+    )  # fmt: skip
+
+
+def row_dots(
+    y: Tensor,
+    x: Tensor,
+    row_of_slot: Tensor,
+    slot_offsets: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    bias: Tensor | None = None,
+    expert_of_slot: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    dots = _vector(out, y, row_of_slot.shape[0], dtype)
+    bias, experts = (None, None) if bias is None else (bias.contiguous(), expert_of_slot)
+    _dots(dots, None, y, x, None, bias, row_of_slot, None, experts, slot_offsets)
+    return _finish(dots, out)
+
+
+def spread_dots(
+    x: Tensor,
+    y: Tensor,
+    weights: Tensor,
+    row_of_slot: Tensor,
+    slot_of_row: Tensor,
+    slot_offsets: Tensor | None,
+    *,
+    out: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
+    out_rows, out_dots = out
+    target = _target(out_rows, x, slot_of_row.shape[0], x.shape[1], x.dtype)
+    dots = _vector(out_dots, x, row_of_slot.shape[0], weights.dtype)
+    _dots(dots, target, y, x, weights.contiguous(), None, row_of_slot, slot_of_row, None, slot_offsets)
+    return _finish(target, out_rows), _finish(dots, out_dots)
+
+
+def take(values: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
+    values, size = values.contiguous(), index.shape[0]
+    target = _vector(out, values, size, values.dtype)
+    tile = tile_rows(size, SMALL_TILE)
+    launch(
+        take_kernel, -(-size // tile), _bits(target), _bits(values), index, values.shape[0], size, warps=4, BLOCK=tile
+    )
+    return _finish(target, out)
+
+
+def slot_weights(
+    weights: Tensor, expert_of_slot: Tensor, slot_offsets: Tensor | None, *, out: Tensor | None = None
+) -> Tensor:
+    weights, stride = _rows(weights)
+    num_tokens, num_experts = weights.shape
+    num_slots = expert_of_slot.shape[0]
+    target = _vector(out, weights, num_slots, weights.dtype)
+    slots = tile_rows(num_slots, SMALL_TILE)
+    launch(
+        slot_weights_kernel, -(-num_slots // slots), target, weights, expert_of_slot,
+        _token_of_slot(slot_offsets, num_slots), num_tokens, _topk(num_slots, num_tokens), num_slots, num_experts,
+        stride, warps=4, SLOTS=slots,
+    )  # fmt: skip
+    return _finish(target, out)
+
+
+def slot_weights_backward(
+    grad: Tensor,
+    expert_of_slot: Tensor,
+    slot_offsets: Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    accumulate: bool,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    num_slots = expert_of_slot.shape[0]
+    target = _target(out, grad, num_tokens, num_experts, grad.dtype)
+    block = tile_rows(4 * num_experts, min(power_of_two(num_experts), SMALL_TILE))
+    tokens = tile_rows(num_tokens, SMALL_TILE // block)
+    launch(
+        slot_weights_backward_kernel, -(-num_tokens // tokens) * -(-num_experts // block), target, grad.contiguous(),
+        expert_of_slot, slot_offsets, num_tokens, _topk(num_slots, num_tokens), num_slots, num_experts,
+        target.stride(0), warps=4, ACCUMULATE=accumulate, TOKENS=tokens, BLOCK=block,
+    )  # fmt: skip
+    return _finish(target, out)

@@ -332,8 +332,30 @@ SCORES, IDS, MASK = torch.rand(4, 3), torch.zeros(4, 2, dtype=torch.int32), torc
         (lambda: update_expert_bias(torch.zeros(2), torch.tensor([1, 2], device="meta")), ValueError, "must be on cpu"),
         (lambda: update_expert_bias(torch.zeros(2), torch.tensor([1, 2]), rate=float("nan")), ValueError, "rate must be finite"),
         (lambda: update_expert_bias(torch.zeros(2), torch.tensor([1, 2]), rate="1"), TypeError, "rate must be a float"),
+        (lambda: update_expert_bias(torch.zeros(2), torch.tensor([1, 2]), rate=1e300), ValueError, r"rate must be finite in float32; got 1e\+300"),
+        (lambda: update_expert_bias(torch.zeros(2), torch.tensor([1, 2]), rate=10**40), ValueError, "rate must be finite in float32"),
     ],
 )  # fmt: skip
 def test_bad_input(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(error, match=message):
         call()
+
+
+def test_update_with_a_rate_that_only_float64_holds() -> None:
+    updated = update_expert_bias(torch.zeros(2, dtype=torch.float64), torch.tensor([1, 2]), rate=1e300)
+    assert updated.tolist() == [1e300, -1e300]
+
+
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2), ids=str)
+@pytest.mark.parametrize("mask", (None, MASK))
+def test_float8_scores_are_widened_first(dtype: torch.dtype, mask: Tensor | None) -> None:
+    scores = SCORES.to(dtype)
+    torch.testing.assert_close(
+        load_balancing_loss(scores, IDS, padding_mask=mask),
+        load_balancing_loss(scores.float(), IDS, padding_mask=mask),
+        rtol=0,
+        atol=0,
+    )
+    torch.testing.assert_close(
+        router_z_loss(scores, padding_mask=mask), router_z_loss(scores.float(), padding_mask=mask), rtol=0, atol=0
+    )

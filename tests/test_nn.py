@@ -414,8 +414,7 @@ def test_padding_mask_of_a_batch() -> None:
     mask = torch.tensor([[False, False, True], [False, True, True]])
     output = layer(x, padding_mask=mask)
     torch.testing.assert_close(output[~mask], layer(x[~mask]))
-    assert layer.shared_expert is not None
-    torch.testing.assert_close(output[mask], layer.shared_expert(x[mask]))  # the experts give padding 0
+    torch.testing.assert_close(output[mask], torch.zeros(3, HIDDEN))  # the shared expert's share is cut too
 
 
 def test_capacity_factor_is_exact() -> None:
@@ -652,7 +651,7 @@ ROWS, WEIGHT = torch.randn(4, 3), torch.randn(2, 5, 3)
     [
         (lambda: grouped_linear([1.0], WEIGHT, [1, 1]), TypeError, "grouped_linear: rows must be a torch.Tensor; got list"),
         (lambda: grouped_linear(ROWS, 3, [1, 1]), TypeError, "weight must be a torch.Tensor; got int"),
-        (lambda: grouped_linear(ROWS.int(), WEIGHT, [1, 1]), TypeError, "rows must be of a floating-point dtype"),
+        (lambda: grouped_linear(ROWS.int(), WEIGHT, [1, 1]), TypeError, "rows must be float16, bfloat16, float32 or float64; got torch.int32"),
         (lambda: grouped_linear(ROWS[0], WEIGHT, [1, 1]), ValueError, r"rows must be \[R, I\]; got shape \[3\]"),
         (lambda: grouped_linear(ROWS, WEIGHT[0], [1, 1]), ValueError, r"weight must be \[E, O, I\] with I = 3, as rows; got shape \[5, 3\]"),
         (lambda: grouped_linear(ROWS, WEIGHT[..., :2], [1, 1]), ValueError, "weight must be .* I = 3"),
@@ -663,6 +662,18 @@ ROWS, WEIGHT = torch.randn(4, 3), torch.randn(2, 5, 3)
         (lambda: grouped_linear(ROWS, WEIGHT, torch.tensor([1.0, 2.0])), TypeError, "sizes must be torch.int64"),
         (lambda: grouped_linear(ROWS, WEIGHT, [-1, 2]), ValueError, r"sizes must be at least 0 each and no more than the 4 rows in all; got \[-1, 2\]"),
         (lambda: grouped_linear(ROWS, WEIGHT, [3, 2]), ValueError, r"sizes must be .*; got \[3, 2\]"),
+        (lambda: grouped_linear(ROWS, WEIGHT, None), TypeError, "nn.grouped_linear: sizes must be an int64 tensor or a sequence of ints; got NoneType"),
+        (lambda: grouped_linear(ROWS, WEIGHT, 3), TypeError, "sizes must be an int64 tensor or a sequence of ints; got int"),
+        (lambda: grouped_linear(ROWS, WEIGHT, [10**30, 0]), ValueError, "sizes must be .* no more than the 4 rows"),
+        (lambda: grouped_linear(ROWS, WEIGHT, torch.tensor([3, 2])), ValueError, r"sizes must be .*; got \[3, 2\]"),
+        (lambda: grouped_linear(ROWS, WEIGHT, torch.tensor([-1, 2])), ValueError, r"sizes must be .*; got \[-1, 2\]"),
+        (lambda: grouped_linear(ROWS, WEIGHT, torch.tensor([1, 2]).to("meta")), ValueError, "sizes must be on cpu or the CPU; got meta"),
+        (lambda: MoE(8, 8, 4, 2, backend="nope"), ValueError, "nn.MoE: backend must be one of 'reference', 'cpu', .*; got 'nope'"),
+        (lambda: Router(8, 4, 2, backend="nope"), ValueError, "nn.Router: backend must be one of"),
+        (lambda: MoE(8, 8, 4, 2, shared_expert=3), TypeError, "shared_expert must be a torch.nn.Module or None; got int"),
+        (lambda: MoE(8, 8, 4, 2, dtype=torch.int32), TypeError, "nn.MoE: dtype must be one of .*; got torch.int32"),
+        (lambda: MoE(8, 8, 4, 2, device="nowhere"), ValueError, "nn.MoE: device must be one that torch knows; got 'nowhere'"),
+        (lambda: MoE(8, 8, 10**30, 2), ValueError, "num_experts must be at most 2147483647"),
         (lambda: MoE(0, 8, 4, 2), ValueError, "hidden_size must be at least 1; got 0"),
         (lambda: MoE(8, 0, 4, 2), ValueError, "intermediate_size must be at least 1; got 0"),
         (lambda: MoE(8, 8, 0, 2), ValueError, "num_experts must be at least 1; got 0"),
@@ -677,7 +688,7 @@ ROWS, WEIGHT = torch.randn(4, 3), torch.randn(2, 5, 3)
         (lambda: Router(0, 4, 2), ValueError, "nn.Router: hidden_size must be at least 1"),
         (lambda: Experts(0, 4, 2), ValueError, "nn.Experts: num_experts must be at least 1"),
         (lambda: LAYER(3), TypeError, "nn.MoE: x must be a torch.Tensor; got int"),
-        (lambda: LAYER(X.int()), TypeError, "x must be of a floating-point dtype; got torch.int32"),
+        (lambda: LAYER(X.int()), TypeError, "x must be float16, bfloat16, float32 or float64; got torch.int32"),
         (lambda: LAYER(X[..., :2]), ValueError, r"x must be \[..., H\] with H = 6; got shape \[2, 3, 2\]"),
         (lambda: LAYER(torch.tensor(1.0)), ValueError, r"x must be \[..., H\] with H = 6; got shape \[\]"),
         (lambda: LAYER(X.to("meta")), ValueError, "x must be on cpu"),
@@ -685,8 +696,14 @@ ROWS, WEIGHT = torch.randn(4, 3), torch.randn(2, 5, 3)
         (lambda: LAYER(X, padding_mask=torch.zeros(2, 3)), TypeError, "padding_mask must be torch.bool, True = padding; got torch.float32"),
         (lambda: LAYER(X, padding_mask=torch.zeros(6, dtype=torch.bool)), ValueError, r"padding_mask must be \[2, 3\], as x without H; got shape \[6\]"),
         (lambda: LAYER(X, expert_ids=[0]), TypeError, "expert_ids must be a torch.Tensor"),
-        (lambda: LAYER(X, expert_ids=torch.zeros(6, 2, dtype=torch.int32)), ValueError, r"expert_ids must be \[2, 3, K\], as x; got shape \[6, 2\]"),
+        (lambda: LAYER(X, expert_ids=torch.zeros(6, 2, dtype=torch.int32)), ValueError, r"expert_ids must be \[2, 3, K\] with K >= 1, as x; got shape \[6, 2\]"),
         (lambda: LAYER(X, expert_ids=torch.zeros(2, 3, 2)), TypeError, "expert_ids must be"),
+        (lambda: LAYER(X, expert_ids=torch.zeros(2, 3, 0, dtype=torch.int32)), ValueError, r"expert_ids must be \[2, 3, K\] with K >= 1, as x; got shape \[2, 3, 0\]"),
+        (lambda: LAYER(X, expert_ids=torch.zeros(2, 3, 2, dtype=torch.int32, device="meta")), ValueError, "expert_ids must be on cpu, as x; got meta"),
+        (lambda: LAYER(X, return_routing=1), TypeError, "return_routing must be a bool; got int"),
+        (lambda: LAYER.router(X), ValueError, r"nn.Router: tokens must be \[T, H\] with H = 6; got shape \[2, 3, 6\]"),
+        (lambda: LAYER.router(X[0], torch.zeros(2, 2, dtype=torch.int32)), ValueError, r"nn.Router: expert_ids must be \[T, K\] with T = 3"),
+        (lambda: SwiGLU(6, 3)(X.double()), TypeError, "nn.SwiGLU: x must be torch.float32, as the layer's weights; got torch.float64"),
         (lambda: LAYER(X.bfloat16()), TypeError, "weight must be torch.bfloat16, as rows"),
     ],
 )  # fmt: skip
@@ -704,3 +721,49 @@ def test_repr() -> None:
     for part in ("Router(6, 4, k=2, score='sigmoid', expert_bias=True)", "Experts(4, 6, 5)"):
         assert part in text, text
     assert next(iter(itertools.islice(make_layer().named_children(), 1)))[0] == "router"
+
+
+@pytest.mark.parametrize("score", ("softmax", "sigmoid", "topk_softmax"))
+@pytest.mark.parametrize("value", (float("nan"), float("inf"), 3.0))
+def test_padding_reaches_no_gradient(score: str, value: float) -> None:
+    """Whatever a padding token holds, and whatever comes back at its place: every gradient is as without it."""
+    layer = make_layer(score=score, shared_expert=SwiGLU(HIDDEN, 3), expert_bias=True)
+    x, mask = make_input(5), torch.tensor([False, True, False, False, True])
+    live = x[~mask].clone().requires_grad_()
+    x[mask] = value
+    x.requires_grad_()
+    upstream = make_input(5, seed=2)
+
+    def loss_of(output: Tensor, routing: Routing, upstream: Tensor) -> Tensor:
+        return (output * upstream).sum() + routing.statistics().loss() + routing.z_loss()
+
+    loss_of(*layer(live, return_routing=True), upstream[~mask]).backward()
+    expected = {name: weight.grad for name, weight in layer.named_parameters()}
+    layer.zero_grad()
+    output, routing = layer(x, padding_mask=mask, return_routing=True)
+    assert output[mask].tolist() == torch.zeros(2, HIDDEN).tolist()
+    loss_of(output, routing, upstream).backward()
+    for name, weight in layer.named_parameters():
+        torch.testing.assert_close(weight.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+    assert x.grad is not None
+    assert live.grad is not None
+    torch.testing.assert_close(x.grad[~mask], live.grad)
+    assert not bool(x.grad[mask].any())
+
+
+def test_a_large_capacity_factor_is_no_limit() -> None:
+    x = make_input(7)
+    for factor in (float(EXPERTS), 1e30, 10**30):
+        output, routing = make_layer(capacity_factor=factor)(x, return_routing=True)
+        torch.testing.assert_close(output, make_layer()(x))
+        assert routing.plan.num_rows == 7 * K
+
+
+def test_shapes_on_meta() -> None:
+    layer = MoE(HIDDEN, INTERMEDIATE, EXPERTS, K, capacity_factor=1.0, align=4, device="meta")
+    x = torch.empty(2, 3, HIDDEN, device="meta")
+    output, routing = layer(x, padding_mask=torch.empty(2, 3, dtype=torch.bool, device="meta"), return_routing=True)
+    assert output.shape == x.shape
+    assert output.is_meta
+    assert routing.gating.weights.shape == (6, K)
+    output.sum().backward()

@@ -1,6 +1,7 @@
 """The row operators and the verbs on them, against float64 mathematics and between backends."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -636,7 +637,7 @@ PLAN_ARGUMENTS = (
     (lambda plan, t, r, w: moeroute.combine(r, plan, bias=t), ValueError, "combine: bias must be None, as the plan has no expert_of_slot; got [6, 8]"),
     (lambda plan, t, r, w: moeroute.row_dots(r, t[:, :4], plan), ValueError, "row_dots: x must be as wide as rows, with H = 8; got shape [6, 4]"),
     (lambda plan, t, r, w: moeroute.row_dots(r, t.half(), plan), TypeError, "row_dots: x must be torch.float32, as rows; got torch.float16"),
-    (lambda plan, t, r, w: moeroute.row_dots(r, t, plan, dtype=torch.int32), TypeError, "row_dots: dtype must be float16, bfloat16, float32 or float64; got torch.int32"),
+    (lambda plan, t, r, w: moeroute.row_dots(r, t, plan, dtype=torch.int32), TypeError, "row_dots: dtype must be one of torch.float16, torch.bfloat16, torch.float32, torch.float64; got torch.int32"),
     (lambda plan, t, r, w: moeroute.unpermute_backward(t, r[:3], plan, w), ValueError, "unpermute_backward: rows must be [R, H] with R = 12, as the plan; got shape [3, 8]"),
     (lambda plan, t, r, w: moeroute.unpermute_backward(t, None, plan, w), TypeError, "unpermute_backward: rows must be a torch.Tensor; got NoneType"),
     (lambda plan, t, r, w: moeroute.unpermute_backward(t, r.half(), plan, w), TypeError, "unpermute_backward: rows must be torch.float32, as grad_tokens; got torch.float16"),
@@ -646,7 +647,7 @@ PLAN_ARGUMENTS = (
     (lambda plan, t, r, w: moeroute.slot_weights(3.0, plan), TypeError, "slot_weights: weights must be a torch.Tensor; got float"),
     (lambda plan, t, r, w: moeroute.permute(t.to("meta"), plan), ValueError, "permute: tokens must be on cpu, as the plan; got meta"),
     (lambda plan, t, r, w: moeroute.permute(t, plan, w.to("meta")), ValueError, "permute: weights must be on cpu, as the plan; got meta"),
-    (lambda plan, t, r, w: moeroute.permute(t, plan, backend="cuda"), ValueError, "permute: backend must be one of 'reference', 'cpu'; got 'cuda'"),
+    (lambda plan, t, r, w: moeroute.permute(t, plan, backend="cuda"), ValueError, "permute: backend must be one of 'reference', 'cpu', 'triton'; got 'cuda'"),
     (lambda plan, t, r, w: moeroute.permute(t.double(), plan, backend="cpu"), ValueError, "permute: backend must be 'reference' for torch.float64; got 'cpu'"),
 )  # fmt: skip
 
@@ -712,6 +713,8 @@ def test_out_is_not_the_plans_own_and_records_nothing() -> None:
     with pytest.raises(ValueError, match=recorded):
         moeroute.unpermute_backward(x.requires_grad_(), rows, plan, weights, out=(None, torch.empty(2, 2)))
     x = x.detach()
+    leaf = x.clone().requires_grad_()
+    assert moeroute.unpermute_backward(leaf, rows, plan, weights, out=(None, None))[0].requires_grad
     with pytest.raises(ValueError, match=r"out must be \(tensor, None\) without weights"):
         moeroute.unpermute_backward(x, None, plan, out=(torch.empty(4, 3), torch.empty(2, 2)))
     with pytest.raises(TypeError, match="out must be a pair of tensors or None; got int"):
@@ -758,3 +761,69 @@ def test_no_offset_of_a_hand_made_plan_reads_out_of_bounds(backend: str, offsets
     )
     assert moeroute.unpermute(torch.ones(4, 3), plan, torch.ones(2, 2), backend=backend).shape == (2, 3)
     assert moeroute.permute(torch.ones(2, 3), plan, backend=backend).shape == (4, 3)
+
+
+@pytest.mark.parametrize("kind", ("table", "tokens"))
+def test_derivatives_where_the_last_slot_is_stored(kind: str) -> None:
+    """accumulate=False with repeated experts: only the stored slot's row gets a gradient, to any order."""
+    if kind == "table":
+        experts = torch.tensor([[1, 1, 0], [2, 2, 2], [0, -1, 0]])
+        plan = moeroute.plan_from_row_of_slot(torch.tensor([4, 2, 0, 1, -1, 3, 5, 6, 7]), 3, 8, expert_of_slot=experts)
+    else:
+        plan = moeroute.plan_from_token_ids(torch.tensor([1, 0, 1, 2, 1, 0]), 3, num_experts=2)
+    experts_of_slot, rows = plan.expert_of_slot, plan.row_of_slot.tolist()
+    assert experts_of_slot is not None
+    grad = torch.randn(plan.num_rows, dtype=torch.float64, requires_grad=True)
+
+    def stored(grad: Tensor) -> Tensor:
+        return moeroute.permute_weights_backward(grad, plan, num_experts=plan.num_experts or 3, accumulate=False)
+
+    expected = torch.zeros_like(grad)
+    upstream = torch.randn_like(stored(grad))
+    last = {}
+    for slot, (token, expert) in enumerate(zip(plan.token_of_slot.tolist(), experts_of_slot.tolist(), strict=True)):
+        if expert >= 0:
+            last[token, expert] = rows[slot]
+    for (token, expert), row in last.items():
+        if row >= 0:
+            expected[row] = upstream[token, expert]
+    (found,) = torch.autograd.grad(stored(grad), grad, upstream)
+    torch.testing.assert_close(found, expected)
+    assert torch.autograd.gradcheck(stored, grad, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(stored, grad)
+    w = torch.rand(3, plan.num_experts or 3, dtype=torch.float64)
+    x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(plan.num_rows, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, y: moeroute.unpermute_backward(x, y, plan, w, accumulate=False), (x, y))
+
+
+def test_odd_plans_and_backends_are_refused() -> None:
+    ids = torch.tensor([[0, 1], [1, 0]])
+    plan = moeroute.plan_from_expert_ids(ids, 2)
+    weights = torch.ones(2, 2)
+    for call in (
+        lambda: moeroute.slot_weights(weights, plan, backend="nonsense"),
+        lambda: moeroute.permute_weights(weights, plan, backend="nonsense"),
+        lambda: moeroute.permute_weights_backward(torch.ones(4), plan, backend="nonsense"),
+    ):
+        with pytest.raises(ValueError, match=r"backend must be one of 'reference', 'cpu', .*; got 'nonsense'"):
+            call()
+    with pytest.raises(ValueError, match=r"slot_weights: backend must be 'reference' for torch\.float64"):
+        moeroute.slot_weights(weights.double(), plan, backend="cpu")
+    with pytest.raises(ValueError, match="num_experts must be 2, as the plan, or None; got 3"):
+        moeroute.permute_weights_backward(torch.ones(4), plan, num_experts=3)
+    routed = moeroute.plan_from_routing_map(torch.ones(2, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"bias must be \[E, H\] with E = 2, as the plan; got shape \[3, 5\]"):
+        moeroute.combine(torch.ones(4, 5), routed, bias=torch.ones(3, 5))
+    with pytest.raises(TypeError, match=r"row_dots: dtype must be one of .*; got str"):
+        moeroute.row_dots(torch.ones(4, 5).double(), torch.ones(2, 5).double(), plan, dtype="float32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch will give up quantized tensors
+        scaled = torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.quint8)
+    for call in (
+        lambda: moeroute.permute(scaled, plan),
+        lambda: moeroute.spread(scaled, plan),
+        lambda: moeroute.unpermute_backward(scaled, None, plan),
+    ):
+        with pytest.raises(TypeError, match="must be of a dtype that is not quantized"):
+            call()

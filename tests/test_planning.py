@@ -1156,7 +1156,7 @@ SHAPE_OF_ROWS = "row_of_slot must be [T, K] or [T * K] with T = num_tokens = 2"
             V,
             "expert_ids must be -1 (an empty slot) or more; got -3 in slot 0",
         ),
-        (bad_ids(backend="cuda"), V, "backend must be one of 'reference', 'cpu'; got 'cuda'"),
+        (bad_ids(backend="cuda"), V, "backend must be one of 'reference', 'cpu', 'triton'; got 'cuda'"),
         (
             bad_ids(capacity=1, drop="weight", weights=torch.rand(2, 2).double(), backend="cpu"),
             V,
@@ -1384,3 +1384,35 @@ def test_out_in_many_chunks() -> None:
     plan = plan_from_expert_ids(ids, 64, out=out)
     assert plan.row_of_slot.data_ptr() == out.data_ptr()
     assert torch.equal(out, plan_from_expert_ids(ids, 64).row_of_slot)
+
+
+@pytest.mark.parametrize("given_out", (False, True))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lazily_negated_tensors_are_seen(backend: str, given_out: bool) -> None:
+    """Memory holds the opposite of what the tensor says."""
+    ids = torch.tensor([[0, 1], [1, 0], [1, 2]])
+    weights = torch.tensor([[0.1, 0.2], [0.9, 0.4], [0.5, 0.3]])
+    out = torch.empty(6, dtype=torch.int32) if given_out else None
+    options = {"capacity": 1, "drop": "weight", "out": out, "backend": backend}
+    plan = plan_from_expert_ids(torch._neg_view(-ids), 3, weights=torch._neg_view(-weights), **options)
+    expected = plan_from_expert_ids(ids, 3, capacity=1, drop="weight", weights=weights, backend="reference")
+    assert plan.row_of_slot.tolist() == expected.row_of_slot.tolist() == [-1, -1, 1, 0, -1, 2]
+    wide = torch._neg_view(-ids).to(torch.uint64)
+    assert plan_from_expert_ids(wide, 3, backend=backend).row_of_slot.tolist() == [0, 2, 3, 1, 4, 5]
+    hand_made = RoutingPlan(
+        torch._neg_view(-expected.row_of_slot), torch._neg_view(-expected.slot_of_row), 3, 3, topk=2
+    )
+    assert not hand_made.row_of_slot.is_neg()
+    assert not hand_made.slot_of_row.is_neg()
+    assert hand_made.row_of_slot.tolist() == expected.row_of_slot.tolist()
+
+
+def test_usual_options_in_other_clothes() -> None:
+    """The quick way asks for identity; what is merely equal goes the long way to the same plan."""
+    ids = torch.tensor([[0, 1], [1, 0]])
+    drop = "".join(["posi", "tion"])
+    expected = plan_from_expert_ids(ids, 2).row_of_slot.tolist()
+    assert plan_from_expert_ids(ids, 2, drop=drop).row_of_slot.tolist() == expected
+    for options, name in ((dict(align=True), "align"), (dict(align=1.0), "align"), (dict(check=0), "check")):
+        with pytest.raises(TypeError, match=f"plan_from_expert_ids: {name} must be"):
+            plan_from_expert_ids(ids, 2, **options)

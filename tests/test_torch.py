@@ -412,3 +412,32 @@ def test_without_a_cache_folder_kernels_run_and_info_says_so() -> None:
     )
     assert done.stdout.startswith("[[2.0, 2.0, 2.0]]\n")
     assert re.search(r"^kernel cache +none: ", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("fullgraph", (True, False))
+@pytest.mark.parametrize("argument", ("out", "init", "bias", "gating", "gating_backward", "plan"))
+def test_compile_refuses_buffers_in_our_words(argument: str, fullgraph: bool) -> None:
+    """With fullgraph torch.compile wraps the error; the text is inside."""
+    plan = moeroute.plan_from_routing_map(CHOSEN)
+    rows, tokens, logits = torch.ones(plan.num_rows, 3), torch.zeros(4, 3), torch.zeros(4, 5)
+    weights, ids = torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.int32)
+    options = {"score": "softmax", "renormalize": False}
+    call = {
+        "out": lambda: moeroute.combine(rows, plan, out=tokens),
+        "init": lambda: moeroute.combine(rows, plan, init=tokens),
+        "bias": lambda: moeroute.row_dots(rows, tokens, plan, bias=torch.ones(4, 3)),
+        "gating": lambda: moeroute.gating_topk(logits, 2, out=(weights, ids, torch.zeros(4, 5))),
+        "gating_backward": lambda: moeroute.gating_topk_backward(
+            logits, weights, ids, out=torch.zeros(4, 5), **options
+        ),
+        "plan": lambda: moeroute.plan_from_expert_ids(IDS, 4, out=ids),
+    }[argument]
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=fullgraph, backend="eager")
+    kind = torch._dynamo.exc.Unsupported if fullgraph else ValueError
+    with (
+        torch.no_grad(),
+        pytest.raises(kind, match=r"moeroute\.\w+: (out|out\[0\]|init|bias) must be None under torch.compile"),
+    ):
+        compiled()
+    assert not bool(tokens.any()), "it was written"

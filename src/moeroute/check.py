@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 LARGEST_FLOAT = sys.float_info.max
+LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+STRIDED = torch.strided  # a name of a module is found faster than an attribute of torch
 
 
 def wrong_value(operator: str, argument: str, wanted: str, got: object) -> ValueError:
@@ -23,7 +25,20 @@ def wrong_type(operator: str, argument: str, wanted: str, got: object) -> TypeEr
 
 
 def wrong_shape(operator: str, argument: str, wanted: str, tensor: Tensor) -> ValueError:
+    """Of a tensor that has no strides it says that instead: some of those do not even tell their shape."""
+    if not is_dense(tensor):
+        return not_dense(operator, argument, tensor)
     return wrong_value(operator, argument, wanted, f"shape {list(tensor.shape)}")
+
+
+def not_dense(operator: str, argument: str, tensor: Tensor) -> ValueError:
+    got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+    return wrong_value(operator, argument, "a dense tensor", got)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory at strides: no sparse, nested or mkldnn tensor."""
+    return tensor.layout is STRIDED and not tensor.is_nested
 
 
 def wrong_dtype(operator: str, argument: str, wanted: str, tensor: Tensor) -> TypeError:
@@ -31,8 +46,11 @@ def wrong_dtype(operator: str, argument: str, wanted: str, tensor: Tensor) -> Ty
 
 
 def tensor(operator: str, argument: str, value: Any) -> Tensor:
+    """A dense tensor."""
     if not isinstance(value, Tensor):
         raise wrong_type(operator, argument, "a torch.Tensor", value)
+    if not is_dense(value):
+        raise not_dense(operator, argument, value)
     return value
 
 
@@ -65,8 +83,31 @@ def same_device(operator: str, first_argument: str, first: Tensor, argument: str
         raise wrong_value(operator, argument, f"on {first.device}, as {first_argument}", other.device)
 
 
-def one_of(operator: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
+def finite_in(operator: str, argument: str, value: Any, dtype: torch.dtype) -> float:
+    """A finite float that stays finite in float32, unless it meets float64."""
+    result = float(number(operator, argument, value))
+    if abs(result) > LARGEST_FLOAT32 and dtype is not torch.float64:
+        raise wrong_value(operator, argument, "finite in float32", value)
+    return result
+
+
+def flag(operator: str, argument: str, value: Any) -> bool:
+    if value is not True and value is not False:
+        raise wrong_type(operator, argument, "a bool", value)
+    return bool(value)
+
+
+def float_dtype(operator: str, argument: str, value: Any, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
+    wanted = "one of " + ", ".join(map(str, allowed))
+    if not isinstance(value, torch.dtype):
+        raise wrong_type(operator, argument, wanted, value)
     if value not in allowed:
+        raise TypeError(str(wrong_value(operator, argument, wanted, value)))
+    return value
+
+
+def one_of(operator: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in allowed:  # an array compares element by element
         raise wrong_value(operator, argument, "one of " + ", ".join(map(repr, allowed)), repr(value))
     return value
 
@@ -111,12 +152,17 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 def buffer(operator: str, argument: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """A tensor of the caller's of this shape and dtype; `writable` looks at its memory."""
-    if not isinstance(out, Tensor):
-        raise wrong_type(operator, argument, "a torch.Tensor", out)
+    tensor(operator, argument, out)
     if tuple(out.shape) != shape:
         raise wrong_shape(operator, argument, f"of shape {list(shape)}", out)
     if out.dtype is not dtype:
         raise wrong_dtype(operator, argument, str(dtype), out)
+
+
+def eager(operator: str, argument: str) -> None:
+    """Refuse under torch.compile what has no registered operator, before it meets what cannot be traced."""
+    if torch.compiler.is_compiling():
+        raise wrong_value(operator, argument, "None under torch.compile", "a tensor")
 
 
 def writable(operator: str, argument: str, out: Tensor, *inputs: Tensor | None) -> None:
@@ -126,6 +172,8 @@ def writable(operator: str, argument: str, out: Tensor, *inputs: Tensor | None) 
     if torch._debug_has_internal_overlap(out) == 1:
         raise wrong_value(operator, argument, "a tensor whose elements do not overlap", f"strides {out.stride()}")
     low, high = span(out)
+    if low == 0 and high:  # on meta, or its storage was given back
+        raise wrong_value(operator, argument, "a tensor that has memory", f"one on {out.device} without")
     for other in inputs:
         if other is None:
             continue

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from moeroute import backend as backends
 from moeroute import check, memory
 from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
 from moeroute.ops.gating.op import Gating, gating_topk
@@ -36,6 +37,8 @@ from moeroute.ops.permutation.op import permute, unpermute
 from moeroute.ops.planning.op import RoutingPlan, capacity_from_ratio, plan_from_expert_ids
 
 INITIAL_STD = 0.02
+LARGEST = 2**31 - 1
+PARAMETERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # ---------------------------------------------------------------------------------------------------
 # Products over expert segments. The first sizes[0] rows belong to expert 0, the next sizes[1] to
@@ -53,17 +56,21 @@ LIBRARY.define("grouped_linear(Tensor rows, Tensor weight, Tensor sizes) -> Tens
 LIBRARY.define("grouped_outer(Tensor left, Tensor right, Tensor sizes) -> Tensor")
 
 
+def _check_counts(operator: str, argument: str, counts: Sequence[int], num_rows: int) -> None:
+    if any(count < 0 for count in counts) or sum(counts) > num_rows:
+        wanted = f"at least 0 each and no more than the {num_rows} rows in all"
+        raise check.wrong_value(operator, argument, wanted, counts)
+
+
 def _segments(operator: str, sizes: Tensor, num_rows: int) -> list[tuple[int, int]]:
     counts = sizes.tolist()
+    _check_counts(operator, "sizes", counts, num_rows)
     stops = list(itertools.accumulate(counts))
-    if any(count < 0 for count in counts) or (stops and stops[-1] > num_rows):
-        wanted = f"at least 0 each and no more than the {num_rows} rows in all"
-        raise check.wrong_value(operator, "sizes", wanted, counts)
     return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
 def _grouped_linear_kernel(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
-    segments = _segments("grouped_linear", sizes, rows.shape[0])
+    segments = _segments("nn.grouped_linear", sizes, rows.shape[0])
     out = memory.empty((rows.shape[0], weight.shape[1]), rows.dtype, rows.device)
     for expert, (start, stop) in enumerate(segments):
         if stop > start:
@@ -73,7 +80,7 @@ def _grouped_linear_kernel(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tenso
 
 
 def _grouped_outer_kernel(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
-    segments = _segments("grouped_outer", sizes, left.shape[0])
+    segments = _segments("nn.grouped_outer", sizes, left.shape[0])
     out = memory.empty((len(segments), left.shape[1], right.shape[1]), left.dtype, left.device)
     for expert, (start, stop) in enumerate(segments):
         if stop > start:
@@ -101,7 +108,7 @@ def _linear(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
     if forward_ad._current_level < 0:
         return torch.ops.moeroute.grouped_linear.default(rows, weight, sizes)
     # A registered operator loses tangents without a word; torch's own do not.
-    segments = _segments("grouped_linear", sizes, rows.shape[0])
+    segments = _segments("nn.grouped_linear", sizes, rows.shape[0])
     parts = [rows[start:stop] @ weight[expert].t() for expert, (start, stop) in enumerate(segments)]
     padding = rows.new_zeros(rows.shape[0] - sum(len(part) for part in parts), weight.shape[1])
     return torch.cat([*parts, padding])
@@ -110,7 +117,7 @@ def _linear(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
 def _outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
     if forward_ad._current_level < 0:
         return torch.ops.moeroute.grouped_outer.default(left, right, sizes)
-    segments = _segments("grouped_outer", sizes, left.shape[0])
+    segments = _segments("nn.grouped_outer", sizes, left.shape[0])
     return torch.stack([left[start:stop].t() @ right[start:stop] for start, stop in segments])
 
 
@@ -166,20 +173,17 @@ def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int]) 
     >>> grouped_linear(rows, torch.tensor([[[10.0]], [[100.0]]]), [2, 1]).T
     tensor([[ 10.,  20., 300.,   0.]])
     """
-    operator = "grouped_linear"
+    operator = "nn.grouped_linear"
     check.tensor(operator, "rows", rows)
     check.tensor(operator, "weight", weight)
-    if not rows.is_floating_point():
-        raise check.wrong_dtype(operator, "rows", "of a floating-point dtype", rows)
+    if rows.dtype not in PARAMETERS:
+        raise check.wrong_dtype(operator, "rows", "float16, bfloat16, float32 or float64", rows)
     if rows.ndim != 2:
         raise check.wrong_shape(operator, "rows", "[R, I]", rows)
     if weight.ndim != 3 or weight.shape[2] != rows.shape[1]:
         raise check.wrong_shape(operator, "weight", f"[E, O, I] with I = {rows.shape[1]}, as rows", weight)
     check.same_device(operator, "rows", rows, "weight", weight)
-    if not isinstance(sizes, Tensor):
-        for size in sizes:
-            check.integer(operator, "sizes", size)
-        sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu")
+    sizes = _sizes(operator, "sizes", sizes, rows.shape[0])
     if sizes.dtype != torch.int64:
         raise check.wrong_dtype(operator, "sizes", "torch.int64", sizes)
     if sizes.ndim != 1 or sizes.shape[0] != weight.shape[0]:
@@ -190,12 +194,62 @@ def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int]) 
         rows, weight = (t if t.dtype == torch.float64 else t.to(autocast) for t in (rows, weight))
     if weight.dtype != rows.dtype:
         raise check.wrong_dtype(operator, "weight", f"{rows.dtype}, as rows", weight)
-    return _linear(rows, weight, sizes.cpu())
+    if sizes.is_meta and not rows.is_meta:
+        raise check.wrong_value(operator, "sizes", f"on {rows.device} or the CPU", sizes.device)
+    return _linear(rows, weight, sizes if sizes.is_meta else sizes.cpu())
+
+
+def _sizes(operator: str, argument: str, sizes: Any, num_rows: int) -> Tensor:
+    """The rows of each expert as a tensor. One that is given is read, and looked at, by the kernel."""
+    if isinstance(sizes, Tensor):
+        return check.tensor(operator, argument, sizes)
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str | bytes):
+        raise check.wrong_type(operator, argument, "an int64 tensor or a sequence of ints", sizes)
+    for size in sizes:
+        check.integer(operator, argument, size)
+    _check_counts(operator, argument, sizes, num_rows)
+    return torch.tensor(sizes, dtype=torch.int64, device="cpu")
 
 
 # ---------------------------------------------------------------------------------------------------
 # Modules
 # ---------------------------------------------------------------------------------------------------
+
+
+def _check_sizes(operator: str, **sizes: Any) -> None:
+    for name, size in sizes.items():
+        check.integer(operator, name, size, minimum=1)
+        check.integer(operator, name, size, maximum=LARGEST)
+
+
+def _check_factory(operator: str, device: Any, dtype: Any) -> None:
+    """Where parameters are to live, and their dtype."""
+    if dtype is not None:
+        check.float_dtype(operator, "dtype", dtype, PARAMETERS)
+    if device is None:
+        return
+    if not isinstance(device, torch.device | str | int) or isinstance(device, bool):
+        raise check.wrong_type(operator, "device", "a torch.device, a str, an int or None", device)
+    try:
+        torch.device(device)
+    except (RuntimeError, ValueError) as error:
+        raise check.wrong_value(operator, "device", "one that torch knows", repr(device)) from error
+
+
+def _check_backend(operator: str, backend: Any) -> None:
+    """A name, and only that: the layer may yet move to another device."""
+    if backend is not None:
+        check.one_of(operator, "backend", backend, backends.NAMES)
+
+
+def _check_tokens(operator: str, argument: str, tokens: Any, wanted: str, weight: Tensor) -> None:
+    """A dense floating tensor on the weight's device, as wide as the weight [.., H]."""
+    check.tensor(operator, argument, tokens)
+    if tokens.dtype not in PARAMETERS:
+        raise check.wrong_dtype(operator, argument, "float16, bfloat16, float32 or float64", tokens)
+    if tokens.ndim == 0 or tokens.shape[-1] != weight.shape[1]:
+        raise check.wrong_shape(operator, argument, f"{wanted} with H = {weight.shape[1]}", tokens)
+    check.same_device(operator, "the layer's weights", weight, argument, tokens)
 
 
 class SwiGLU(nn.Module):
@@ -210,6 +264,8 @@ class SwiGLU(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check_sizes("nn.SwiGLU", hidden_size=hidden_size, intermediate_size=intermediate_size)
+        _check_factory("nn.SwiGLU", device, dtype)
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=False, device=device, dtype=dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, device=device, dtype=dtype)
         self.reset_parameters()
@@ -219,6 +275,11 @@ class SwiGLU(nn.Module):
         nn.init.normal_(self.down_proj.weight, std=INITIAL_STD)
 
     def forward(self, x: Tensor) -> Tensor:
+        if type(self.gate_up_proj) is nn.Linear:  # what replaced it (quantised, adapted) has weights of its own kind
+            weight = self.gate_up_proj.weight
+            _check_tokens("nn.SwiGLU", "x", x, "[..., H]", weight)
+            if x.dtype is not weight.dtype and not _autocast_is_on(x.device.type):
+                raise check.wrong_dtype("nn.SwiGLU", "x", f"{weight.dtype}, as the layer's weights", x)
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         result: Tensor = self.down_proj(F.silu(gate) * up)
         return result
@@ -245,9 +306,9 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check.integer("nn.Experts", "num_experts", num_experts, minimum=1)
-        check.integer("nn.Experts", "hidden_size", hidden_size, minimum=1)
-        check.integer("nn.Experts", "intermediate_size", intermediate_size, minimum=1)
+        sizes = {"num_experts": num_experts, "hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        _check_sizes("nn.Experts", **sizes)
+        _check_factory("nn.Experts", device, dtype)
         shape = num_experts, 2 * intermediate_size, hidden_size
         self.gate_up_proj = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         shape = num_experts, hidden_size, intermediate_size
@@ -260,7 +321,12 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, rows_per_expert: Tensor | Sequence[int]) -> Tensor:
         """[R, hidden] to [R, hidden]; rows beyond ``sum(rows_per_expert)`` come out as 0."""
-        if isinstance(rows_per_expert, Tensor):
+        operator = "nn.Experts"
+        check.tensor(operator, "rows", rows)
+        if rows.ndim != 2 or rows.shape[1] != self.down_proj.shape[1]:
+            raise check.wrong_shape(operator, "rows", f"[R, H] with H = {self.down_proj.shape[1]}", rows)
+        rows_per_expert = _sizes(operator, "rows_per_expert", rows_per_expert, rows.shape[0])
+        if not rows_per_expert.is_meta:
             rows_per_expert = rows_per_expert.cpu()  # once, not in each of the products
         gate, up = grouped_linear(rows, self.gate_up_proj, rows_per_expert).chunk(2, dim=-1)
         return grouped_linear(F.silu(gate) * up, self.down_proj, rows_per_expert)
@@ -309,8 +375,10 @@ class Router(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        check.integer("nn.Router", "hidden_size", hidden_size, minimum=1)
-        check.integer("nn.Router", "num_experts", num_experts, minimum=1)
+        _check_sizes("nn.Router", hidden_size=hidden_size, num_experts=num_experts)
+        _check_factory("nn.Router", device, dtype)
+        _check_backend("nn.Router", backend)
+        check.flag("nn.Router", "expert_bias", expert_bias)
         self.k = k
         self.score = score
         self.num_groups = num_groups
@@ -336,6 +404,14 @@ class Router(nn.Module):
 
     def forward(self, tokens: Tensor, expert_ids: Tensor | None = None) -> tuple[Gating, Tensor]:
         """[T, hidden] to the choice and the float32 logits [T, E]; with ``expert_ids`` these are used (replay)."""
+        _check_tokens("nn.Router", "tokens", tokens, "[T, H]", self.weight)
+        if tokens.ndim != 2:
+            raise check.wrong_shape("nn.Router", "tokens", f"[T, H] with H = {self.weight.shape[1]}", tokens)
+        if expert_ids is not None:
+            check.tensor("nn.Router", "expert_ids", expert_ids)
+            if expert_ids.ndim != 2 or expert_ids.shape[0] != tokens.shape[0] or expert_ids.shape[1] < 1:
+                wanted = f"[T, K] with T = {tokens.shape[0]}, as tokens, and K >= 1"
+                raise check.wrong_shape("nn.Router", "expert_ids", wanted, expert_ids)
         wide = torch.float64 if tokens.dtype == torch.float64 else torch.float32
         device = tokens.device.type
         if _autocast_is_on(device):
@@ -347,6 +423,14 @@ class Router(nn.Module):
 
     def probabilities(self, gating: Gating, logits: Tensor) -> Tensor:
         """[T, E] for the balance loss, rows that sum to 1: softmax, or the scores divided by their sum."""
+        if not isinstance(gating, Gating):
+            raise check.wrong_type("nn.Router", "gating", "a moeroute.Gating", gating)
+        check.tensor("nn.Router", "logits", logits)
+        if logits.shape != gating.scores.shape:
+            wanted = f"{list(gating.scores.shape)}, as gating.scores"
+            raise check.wrong_shape("nn.Router", "logits", wanted, logits)
+        if not logits.is_floating_point():
+            raise check.wrong_dtype("nn.Router", "logits", "of a floating-point dtype", logits)
         if self.score == "softmax":
             return gating.scores
         if self.score == "topk_softmax":
@@ -468,10 +552,17 @@ class MoE(nn.Module):
             if capacity_factor < 0:
                 raise check.wrong_value("nn.MoE", "capacity_factor", "at least 0", capacity_factor)
         check.one_of("nn.MoE", "drop", drop, ("position", "weight"))
-        check.integer("nn.MoE", "align", align, minimum=1)
+        _check_sizes("nn.MoE", align=align)
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
+        _check_sizes("nn.MoE", **sizes)
+        _check_factory("nn.MoE", device, dtype)
+        _check_backend("nn.MoE", backend)
+        if shared_expert is not None and not isinstance(shared_expert, nn.Module):
+            raise check.wrong_type("nn.MoE", "shared_expert", "a torch.nn.Module or None", shared_expert)
         self.num_experts = num_experts
         self.capacity_factor = capacity_factor
-        self._capacity_ratio = Fraction(str(capacity_factor or 0)).as_integer_ratio()
+        # A factor of num_experts is no limit any more; a larger one could overflow.
+        self._capacity_ratio = Fraction(str(min(capacity_factor or 0, num_experts))).as_integer_ratio()
         self.drop = drop
         self.align = align
         self.backend = backend
@@ -524,8 +615,8 @@ class MoE(nn.Module):
 
         Args:
             x: [..., hidden]; never changed.
-            padding_mask: [...] bool, True = padding: such a token takes no row and no capacity, and the
-                experts give it 0.
+            padding_mask: [...] bool, True = padding: such a token takes no row and no capacity. The layer sees 0
+                in its place and gives it 0, so whatever it holds, a NaN included, reaches no gradient.
             expert_ids: [..., K], experts to use instead of a selection (replay).
             return_routing: return ``(output, routing)`` with a `Routing`. Under activation checkpointing
                 use ``use_reentrant=False``: the reentrant kind cuts the gradients of whatever is not a
@@ -534,7 +625,11 @@ class MoE(nn.Module):
         Under autocast the output has autocast's dtype, as that of `torch.nn.Linear`.
         """
         padding_mask, expert_ids = self._check(x, padding_mask, expert_ids)
+        check.flag("nn.MoE", "return_routing", return_routing)
         tokens = x.reshape(-1, x.shape[-1])
+        if padding_mask is not None:
+            # In the products of the weights' gradients 0 times a NaN would be a NaN.
+            tokens = tokens.masked_fill(padding_mask[:, None], 0)
         gating, logits = self.router(tokens, expert_ids)
         live_ids = gating.expert_ids
         if padding_mask is not None:
@@ -554,7 +649,8 @@ class MoE(nn.Module):
         rows = self.experts(rows, plan.rows_per_expert)
         output = unpermute(rows, plan, gating.weights, backend=self.backend)
         if self.shared_expert is not None:
-            output = output + self.shared_expert(tokens)
+            shared = self.shared_expert(tokens)
+            output = output + (shared if padding_mask is None else shared.masked_fill(padding_mask[:, None], 0))
         output = output.reshape(x.shape)
         if not return_routing:
             return output
@@ -569,7 +665,7 @@ class MoE(nn.Module):
         return capacity_from_ratio(num_tokens, k, self.num_experts, *self._capacity_ratio)
 
     def _num_rows(self, expert_ids: Tensor, padding_mask: Tensor | None) -> int | None:
-        if padding_mask is None and self.capacity_factor is None and self.align == 1:
+        if expert_ids.is_meta or (padding_mask is None and self.capacity_factor is None and self.align == 1):
             return expert_ids.shape[0] * expert_ids.shape[1]
         return None  # the plan reads the number of live slots
 
@@ -578,13 +674,7 @@ class MoE(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """The arguments, checked, in [T] and [T, K]."""
         operator = "nn.MoE"
-        check.tensor(operator, "x", x)
-        weight = self.router.weight
-        if not x.is_floating_point():
-            raise check.wrong_dtype(operator, "x", "of a floating-point dtype", x)
-        if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
-            raise check.wrong_shape(operator, "x", f"[..., H] with H = {weight.shape[1]}", x)
-        check.same_device(operator, "the layer's weights", weight, "x", x)
+        _check_tokens(operator, "x", x, "[..., H]", self.router.weight)
         leading = list(x.shape[:-1])
         if padding_mask is not None:
             check.tensor(operator, "padding_mask", padding_mask)
@@ -592,11 +682,13 @@ class MoE(nn.Module):
                 raise check.wrong_dtype(operator, "padding_mask", "torch.bool, True = padding", padding_mask)
             if list(padding_mask.shape) != leading:
                 raise check.wrong_shape(operator, "padding_mask", f"{leading}, as x without H", padding_mask)
+            check.same_device(operator, "x", x, "padding_mask", padding_mask)
             padding_mask = padding_mask.reshape(-1)
         if expert_ids is not None:
             check.tensor(operator, "expert_ids", expert_ids)
-            if expert_ids.ndim == 0 or list(expert_ids.shape[:-1]) != leading:
-                wanted = "[" + ", ".join(map(str, [*leading, "K"])) + "], as x"
+            if expert_ids.ndim == 0 or list(expert_ids.shape[:-1]) != leading or expert_ids.shape[-1] < 1:
+                wanted = "[" + ", ".join(map(str, [*leading, "K"])) + "] with K >= 1, as x"
                 raise check.wrong_shape(operator, "expert_ids", wanted, expert_ids)
+            check.same_device(operator, "x", x, "expert_ids", expert_ids)
             expert_ids = expert_ids.reshape(-1, expert_ids.shape[-1])
         return padding_mask, expert_ids

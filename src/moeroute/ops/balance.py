@@ -18,6 +18,13 @@ from torch import Tensor
 from moeroute import check
 
 _HALF = (torch.float16, torch.bfloat16)
+_FLOATS = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e4m3fnuz,
+    torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu,
+)  # fmt: skip
+_INTEGERS = (
+    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
+)  # fmt: skip
 
 
 class BalanceStatistics(NamedTuple):
@@ -53,6 +60,7 @@ class BalanceStatistics(NamedTuple):
         if self.score_sum.shape != other.score_sum.shape:
             wanted = f"[E] with E = {self.score_sum.shape[0]}, as the other shard"
             raise check.wrong_shape("BalanceStatistics", "score_sum", wanted, other.score_sum)
+        check.same_device("BalanceStatistics", "the other shard", self.score_sum, "score_sum", other.score_sum)
         return BalanceStatistics(
             self.score_sum + other.score_sum,
             self.tokens_per_expert + other.tokens_per_expert,
@@ -180,7 +188,7 @@ def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, *, rate: float =
         if bias.dtype in _HALF:
             wanted += f" (a step of {rate} is lost in a half type: keep the bias in float32)"
         raise check.wrong_dtype(operator, "bias", wanted, bias)
-    if not _is_integer(tokens_per_expert):
+    if tokens_per_expert.dtype not in _INTEGERS:
         wanted = "of an integer dtype (counts must be exact)"
         raise check.wrong_dtype(operator, "tokens_per_expert", wanted, tokens_per_expert)
     if bias.ndim == 0:
@@ -189,7 +197,7 @@ def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, *, rate: float =
         wanted = f"{list(bias.shape)}, as bias"
         raise check.wrong_shape(operator, "tokens_per_expert", wanted, tokens_per_expert)
     check.same_device(operator, "bias", bias, "tokens_per_expert", tokens_per_expert)
-    check.number(operator, "rate", rate)
+    rate = check.finite_in(operator, "rate", rate, bias.dtype)
     counts = tokens_per_expert.to(torch.int64)
     direction = torch.sign(counts.sum(dim=-1, keepdim=True) - counts * counts.shape[-1])
     return bias.detach() + direction.to(bias.dtype) * rate
@@ -199,7 +207,7 @@ def _statistics(operator: str, scores: Tensor, expert_ids: Tensor, padding_mask:
     _check_scores(operator, "scores", scores)
     check.tensor(operator, "expert_ids", expert_ids)
     num_tokens, num_experts = scores.shape
-    if not _is_integer(expert_ids):
+    if expert_ids.dtype not in _INTEGERS:
         raise check.wrong_dtype(operator, "expert_ids", "of an integer dtype", expert_ids)
     if expert_ids.ndim != 2 or expert_ids.shape[0] != num_tokens:
         raise check.wrong_shape(operator, "expert_ids", f"[T, K] with T = {num_tokens}, as scores", expert_ids)
@@ -213,7 +221,7 @@ def _statistics(operator: str, scores: Tensor, expert_ids: Tensor, padding_mask:
     if padding_mask is None:
         live_tokens = torch.full((), num_tokens, dtype=torch.int64, device=scores.device)
     else:
-        scores = scores.masked_fill(padding_mask[:, None], 0.0)
+        scores = scores.to(_sum_dtype(scores)).masked_fill(padding_mask[:, None], 0.0)  # not in a float8
         column = column.masked_fill(padding_mask[:, None], num_experts)
         live_tokens = (~padding_mask).sum()
     column = column.reshape(-1)
@@ -225,7 +233,7 @@ def _statistics(operator: str, scores: Tensor, expert_ids: Tensor, padding_mask:
 
 def _check_scores(operator: str, argument: str, scores: Tensor) -> None:
     check.tensor(operator, argument, scores)
-    if not scores.is_floating_point():
+    if scores.dtype not in _FLOATS:
         raise check.wrong_dtype(operator, argument, "of a floating-point dtype", scores)
     if scores.ndim != 2:
         raise check.wrong_shape(operator, argument, "[T, E]", scores)
@@ -241,10 +249,6 @@ def _check_mask(operator: str, argument: str, scores: Tensor, padding_mask: Tens
         wanted = f"[T] with T = {scores.shape[0]}, as {argument}"
         raise check.wrong_shape(operator, "padding_mask", wanted, padding_mask)
     check.same_device(operator, argument, scores, "padding_mask", padding_mask)
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:

@@ -18,9 +18,11 @@ INTEGERS = (
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
 )  # fmt: skip
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax")
-GROUP_SCORES = ("max", "top2_sum")
+BEST = "max"
+GROUP_SCORES = (BEST, "top2_sum")
+STRIDED = check.STRIDED
 RENORMALIZED = {"softmax": False, "sigmoid": True, "sqrtsoftplus": True, "topk_softmax": False}
-FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT32_MAX = check.LARGEST_FLOAT32
 
 
 class Gating(NamedTuple):
@@ -187,18 +189,21 @@ _gating_topk_backward = differentiable(
 
 
 def _check_matrix(operator: str, argument: str, tensor: Any, letters: str) -> None:
-    """A floating matrix with at least one column."""
+    """A dense floating matrix with at least one column."""
     if not isinstance(tensor, Tensor):
         raise check.wrong_type(operator, argument, "a torch.Tensor", tensor)
-    if tensor.ndim != 2 or tensor.shape[1] < 1:
+    try:
+        shape = tensor.shape
+    except RuntimeError:  # a nested tensor has none
+        raise check.not_dense(operator, argument, tensor) from None
+    if len(shape) != 2 or shape[1] < 1 or tensor.layout is not STRIDED:
         raise check.wrong_shape(operator, argument, f"{letters} with {letters[-2]} >= 1", tensor)
     if tensor.dtype not in FLOATS:
         raise check.wrong_dtype(operator, argument, "float16, bfloat16, float32 or float64", tensor)
 
 
 def _check_ids(operator: str, expert_ids: Any, tokens: int, k: int, name: str, other: Tensor) -> None:
-    if not isinstance(expert_ids, Tensor):
-        raise check.wrong_type(operator, "expert_ids", "a torch.Tensor", expert_ids)
+    check.tensor(operator, "expert_ids", expert_ids)
     if expert_ids.dtype not in INTEGERS:
         raise check.wrong_dtype(operator, "expert_ids", "of an integer dtype", expert_ids)
     if expert_ids.ndim != 2 or expert_ids.shape[0] != tokens or expert_ids.shape[1] != k:
@@ -208,8 +213,7 @@ def _check_ids(operator: str, expert_ids: Any, tokens: int, k: int, name: str, o
 
 
 def _check_bias(operator: str, bias: Any, num_experts: int, logits: Tensor) -> None:
-    if not isinstance(bias, Tensor):
-        raise check.wrong_type(operator, "bias", "a torch.Tensor", bias)
+    check.tensor(operator, "bias", bias)
     if bias.ndim != 1 or bias.shape[0] != num_experts:
         raise check.wrong_shape(operator, "bias", f"[E] with E = {num_experts}, as logits", bias)
     if bias.dtype not in FLOATS:
@@ -225,7 +229,7 @@ def _check_groups(operator: str, num_experts: int, num_groups: int, topk_groups:
         raise check.wrong_value(operator, "num_groups", f"a divisor of E = {num_experts}", num_groups)
     if type(topk_groups) is not int or topk_groups < 1 or topk_groups > num_groups:
         check.integer(operator, "topk_groups", topk_groups, 1, num_groups)
-    if group_score not in GROUP_SCORES:
+    if group_score is not BEST:
         check.one_of(operator, "group_score", group_score, GROUP_SCORES)
     if group_score == "top2_sum" and num_experts // num_groups < 2:
         wanted = "'max' where groups have one expert"
@@ -236,29 +240,20 @@ def _check_scalar(operator: str, argument: str, value: Any, dtype: torch.dtype) 
     """A finite float, in float32 too where that is what it meets."""
     if type(value) is float and abs(value) <= FLOAT32_MAX:
         return value
-    number = float(check.number(operator, argument, value))
-    if abs(number) > FLOAT32_MAX and dtype is not torch.float64:
-        raise check.wrong_value(operator, argument, "finite in float32", value)
-    return number
+    return check.finite_in(operator, argument, value, dtype)
 
 
 def _check_renormalize(operator: str, renormalize: Any, score: Any) -> bool:
-    if score not in SCORES:
+    try:
+        usual = RENORMALIZED[score]
+    except (KeyError, TypeError):  # unknown, unhashable
         check.one_of(operator, "score", score, SCORES)
+        raise
     if renormalize is None:
-        return RENORMALIZED[score]
+        return usual
     if not isinstance(renormalize, bool):
         raise check.wrong_type(operator, "renormalize", "a bool or None", renormalize)
     return renormalize
-
-
-def _check_float_dtype(operator: str, argument: str, dtype: Any, exact: bool) -> None:
-    allowed = FLOATS if exact else FLOATS[:3]
-    if dtype not in allowed:
-        wanted = "one of " + ", ".join(map(str, allowed))
-        if isinstance(dtype, torch.dtype):
-            raise TypeError(str(check.wrong_value(operator, argument, wanted, dtype)))
-        raise check.wrong_type(operator, argument, wanted, dtype)
 
 
 def _check_out(
@@ -268,6 +263,7 @@ def _check_out(
     check.buffer(operator, argument, out, shape, dtype)
     if shape[1] > 1 and out.stride(1) != 1:
         raise check.wrong_value(operator, argument, "a tensor with contiguous rows", f"strides {out.stride()}")
+    check.eager(operator, argument)
     backends.direct(operator, argument, out, *inputs)
     check.writable(operator, argument, out, *inputs)
 
@@ -357,7 +353,7 @@ def gating_topk(
         if isinstance(out, tuple | list) and len(out) == 3 and isinstance(out[0], Tensor):
             weights_dtype = out[0].dtype
     if weights_dtype is not torch.float32:
-        _check_float_dtype(operator, "weights_dtype", weights_dtype, exact)
+        check.float_dtype(operator, "weights_dtype", weights_dtype, FLOATS if exact else FLOATS[:3])
     if out is not None:
         if not isinstance(out, tuple | list) or len(out) != 3:
             raise check.wrong_type(operator, "out", "a tuple of three tensors", out)
@@ -445,7 +441,7 @@ def gating_topk_backward(
             check.same_device(operator, "scores", scores, "grad_scores", grad_scores)
     if out_dtype is None:
         out_dtype = grad_weights.dtype if out is None or not isinstance(out, Tensor) else out.dtype
-    _check_float_dtype(operator, "out_dtype", out_dtype, exact)
+    check.float_dtype(operator, "out_dtype", out_dtype, FLOATS if exact else FLOATS[:3])
     if out is not None:
         _check_out(operator, "out", out, tuple(scores.shape), out_dtype, scores, grad_weights, expert_ids, grad_scores)
     if out is not None:

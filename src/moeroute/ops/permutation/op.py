@@ -21,6 +21,7 @@ from moeroute.ops.differentiation import differentiable, transformed
 from moeroute.ops.planning.op import RoutingPlan
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+STRIDED = check.STRIDED
 
 # ---------------------------------------------------------------------------- registration
 
@@ -218,9 +219,13 @@ def _slot_weights_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Tens
 
 
 def _slot_weights_backward_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    if not ctx.accumulate:
-        raise RuntimeError("moeroute.permute_weights_backward: no derivative with accumulate=False")
-    return _slot_weights(grad, *ctx.saved_tensors, ctx.backend), None, None, None, None, None, None
+    experts, slot_offsets = ctx.saved_tensors
+    slots = _slot_weights(grad, experts, slot_offsets, ctx.backend)
+    if not ctx.accumulate:  # only the last slot of a token and expert was stored; float64 counts slots exactly
+        number = torch.arange(experts.shape[0], dtype=torch.float64, device=grad.device)
+        stored = _slot_weights_backward(number, experts, slot_offsets, *grad.shape, False, None)
+        slots = torch.where(_slot_weights(stored, experts, slot_offsets, None) == number, slots, 0)
+    return slots, None, None, None, None, None, None
 
 
 _spread = differentiable("spread", _spread_derivative, _spread_setup, linear_in=(0, 1))
@@ -252,11 +257,25 @@ def _check_plan(operator: str, plan: Any) -> None:
 
 
 def _check_matrix(operator: str, argument: str, tensor: Any, letter: str, size: int, plan: RoutingPlan) -> None:
-    """[`size`, H] on the plan's device."""
+    """Dense [`size`, H] on the plan's device."""
     if not isinstance(tensor, Tensor):
         raise check.wrong_type(operator, argument, "a torch.Tensor", tensor)
-    if tensor.ndim != 2 or tensor.shape[0] != size:
+    try:
+        shape = tensor.shape
+    except RuntimeError:  # a nested tensor has none
+        raise check.not_dense(operator, argument, tensor) from None
+    if len(shape) != 2 or shape[0] != size or tensor.layout is not STRIDED:
         raise check.wrong_shape(operator, argument, f"[{letter}, H] with {letter} = {size}, as the plan", tensor)
+    if not (tensor.is_cpu and plan.row_of_slot.is_cpu):  # half the time of comparing devices
+        _check_device(operator, argument, tensor, plan)
+
+
+def _quantized(operator: str, argument: str, tensor: Tensor) -> TypeError:
+    """Its bits mean nothing without its scale."""
+    return check.wrong_dtype(operator, argument, "of a dtype that is not quantized", tensor)
+
+
+def _check_device(operator: str, argument: str, tensor: Tensor, plan: RoutingPlan) -> None:
     if tensor.device != plan.row_of_slot.device:
         raise check.wrong_value(operator, argument, f"on {plan.row_of_slot.device}, as the plan", tensor.device)
 
@@ -278,6 +297,8 @@ def _check_partner(operator: str, argument: str, tensor: Any, name: str, other: 
 def _check_weights_kind(operator: str, weights: Any, rows_name: str, rows: Tensor | None, plan: RoutingPlan) -> None:
     if not isinstance(weights, Tensor):
         raise check.wrong_type(operator, "weights", "a torch.Tensor", weights)
+    if weights.layout is not STRIDED or weights.is_nested:
+        raise check.not_dense(operator, "weights", weights)
     dtype = weights.dtype
     if dtype not in FLOATS:
         raise check.wrong_dtype(operator, "weights", "float16, bfloat16, float32 or float64", weights)
@@ -287,8 +308,8 @@ def _check_weights_kind(operator: str, weights: Any, rows_name: str, rows: Tenso
             raise check.wrong_dtype(operator, rows_name, "floating with weights", rows)
         if dtype is not other and (dtype is torch.float64 or other is torch.float64):
             raise check.wrong_dtype(operator, "weights", f"float64 with float64 {rows_name} and only then", weights)
-    if weights.device != plan.row_of_slot.device:
-        raise check.wrong_value(operator, "weights", f"on {plan.row_of_slot.device}, as the plan", weights.device)
+    if not (weights.is_cpu and plan.row_of_slot.is_cpu):
+        _check_device(operator, "weights", weights, plan)
 
 
 def _check_slot_weights(operator: str, weights: Any, rows_name: str, rows: Tensor, plan: RoutingPlan) -> None:
@@ -316,8 +337,10 @@ def _check_plan_weights(operator: str, argument: str, weights: Tensor, plan: Rou
 
 
 def _check_out(operator: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor | None) -> None:
-    """A buffer of the caller's: shape, dtype, device, no memory shared inside it or with an input."""
+    """A buffer of the caller's, outside autograd: shape, dtype, device, no memory shared inside it or with an input."""
     check.buffer(operator, "out", out, shape, dtype)
+    check.eager(operator, "out")
+    backends.direct(operator, "out", out, *inputs)
     check.writable(operator, "out", out, *inputs)
 
 
@@ -363,6 +386,8 @@ def spread(
     _check_matrix("spread", "x", x, "T", plan.num_tokens, plan)
     if weights is not None:
         _check_slot_weights("spread", weights, "x", x, plan)
+    elif x.is_quantized:
+        raise _quantized("spread", "x", x)
     return _spread_checked("spread", x, plan, weights, out, backend)
 
 
@@ -371,7 +396,6 @@ def _spread_checked(
 ) -> Tensor:
     """weights: one a slot, of any shape."""
     if out is not None:
-        backends.direct(operator, "out", x, weights, out)
         _check_out(operator, out, (plan.num_rows, x.shape[1]), x.dtype, x, weights, *_plan_tensors(plan))
         x, weights = _resolved(x), None if weights is None else _resolved(weights)
     if out is not None or (backends.plain(x, weights) and not x.is_conj()):
@@ -426,31 +450,29 @@ def combine(
         return _combine_checked(operator, rows, plan, weights, out, backend)
     if isinstance(init, tuple) and len(init) != 2:
         raise check.wrong_value(operator, "init", "a tensor or a pair of them", f"a tuple of {len(init)}")
-    init, init_more = init if isinstance(init, tuple) else (init, None)
-    for start in (init, init_more):
-        if start is not None:
-            _check_matrix(operator, "init", start, "T", plan.num_tokens, plan)
-            _check_partner(operator, "init", start, "rows", rows)
-            backends.direct(operator, "init", rows, weights, start, bias)
+    starts = init if isinstance(init, tuple) else () if init is None else (init,)
+    for start in starts:
+        _check_matrix(operator, "init", start, "T", plan.num_tokens, plan)
+        _check_partner(operator, "init", start, "rows", rows)
     if bias is not None:
         _check_bias(operator, bias, "rows", rows, plan)
-        backends.direct(operator, "bias", rows, weights, init, bias)
+    argument = "bias" if init is None else "init"
+    check.eager(operator, argument)
+    backends.direct(operator, argument, rows, weights, *starts, bias)
     if out is not None:
-        backends.direct(operator, "out", rows, weights, init, init_more, bias, out)
-        inputs = (rows, weights, init, init_more, bias, *_plan_tensors(plan))
+        inputs = (rows, weights, *starts, bias, *_plan_tensors(plan))
         _check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, *inputs)
     rows = _resolved(rows)
-    weights, init, init_more, bias = (
-        None if tensor is None else _resolved(tensor) for tensor in (weights, init, init_more, bias)
-    )
+    first, second = (*map(_resolved, starts), None, None)[:2]
+    weights, bias = (None if tensor is None else _resolved(tensor) for tensor in (weights, bias))
     return _module(operator, backend, rows).combine(
         rows,
         weights,
         plan.row_of_slot,
         plan.slot_offsets,
         plan.num_tokens,
-        init=init,
-        init_more=init_more,
+        init=first,
+        init_more=second,
         bias=bias,
         expert_of_slot=plan.expert_of_slot,
         out=out,
@@ -462,7 +484,6 @@ def _combine_checked(
 ) -> Tensor:
     """weights: one a slot, of any shape."""
     if out is not None:
-        backends.direct(operator, "out", rows, weights, out)
         _check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, rows, weights, *_plan_tensors(plan))
         rows, weights = _resolved(rows), None if weights is None else _resolved(weights)
     if out is not None or backends.plain(rows, weights):
@@ -474,18 +495,13 @@ def _combine_checked(
     return _combine(rows, weights, plan.row_of_slot, plan.slot_of_row, plan.slot_offsets, plan.num_tokens, backend)
 
 
-def _check_flag(operator: str, argument: str, value: Any) -> None:
-    if value is not True and value is not False:
-        raise check.wrong_type(operator, argument, "a bool", value)
-
-
 def _check_bias(operator: str, bias: Any, name: str, rows: Tensor, plan: RoutingPlan) -> None:
-    if not isinstance(bias, Tensor):
-        raise check.wrong_type(operator, "bias", "a torch.Tensor", bias)
+    check.tensor(operator, "bias", bias)
     if plan.expert_of_slot is None:
         raise check.wrong_value(operator, "bias", "None, as the plan has no expert_of_slot", f"{list(bias.shape)}")
-    if bias.ndim != 2:
-        raise check.wrong_shape(operator, "bias", "[E, H]", bias)
+    if bias.ndim != 2 or plan.num_experts not in (None, bias.shape[0]):
+        experts = "" if plan.num_experts is None else f" with E = {plan.num_experts}, as the plan"
+        raise check.wrong_shape(operator, "bias", f"[E, H]{experts}", bias)
     _check_partner(operator, "bias", bias, name, rows)
     if bias.device != rows.device:
         raise check.wrong_value(operator, "bias", f"on {rows.device}, as {name}", bias.device)
@@ -523,17 +539,16 @@ def row_dots(
     _check_float(operator, "rows", rows)
     _check_matrix(operator, "x", x, "T", plan.num_tokens, plan)
     _check_partner(operator, "x", x, "rows", rows)
+    check.float_dtype(operator, "dtype", dtype, FLOATS)
     if rows.dtype is torch.float64:
         dtype = torch.float64
-    if dtype not in FLOATS:
-        raise TypeError(str(check.wrong_value(operator, "dtype", "float16, bfloat16, float32 or float64", dtype)))
     direct = bias is not None or out is not None
     if direct:
         if bias is not None:
             _check_bias(operator, bias, "rows", rows, plan)
+            check.eager(operator, "bias")
             backends.direct(operator, "bias", rows, x, bias)
         if out is not None:
-            backends.direct(operator, "out", rows, x, out)
             _check_out(operator, out, (plan.num_slots,), dtype, rows, x, bias, *_plan_tensors(plan))
         rows, x, bias = _resolved(rows), _resolved(x), None if bias is None else _resolved(bias)
     if direct or backends.plain(rows, x):
@@ -576,7 +591,6 @@ def slot_weights(
     _check_weights_kind(operator, weights, "", None, plan)
     _check_plan_weights(operator, "weights", weights, plan)
     if out is not None:
-        backends.direct(operator, "out", weights, out)
         _check_out(operator, out, (plan.num_slots,), weights.dtype, weights, *_plan_tensors(plan))
         weights = _resolved(weights)
     return _slot_weights_verb(operator, weights, plan, out, backend)
@@ -586,6 +600,8 @@ def _slot_weights_verb(
     operator: str, weights: Tensor, plan: RoutingPlan, out: Tensor | None, backend: str | None
 ) -> Tensor:
     if plan.expert_of_slot is None:
+        if backend is not None:
+            _module(operator, backend, weights)  # nothing for it to do, but a wrong name is an error
         flat = weights.reshape(-1)
         return flat if out is None else out.copy_(flat)
     if out is not None or backends.plain(weights):
@@ -617,7 +633,6 @@ def permute_weights(
     _check_weights_kind(operator, weights, "", None, plan)
     _check_plan_weights(operator, "weights", weights, plan)
     if out is not None:
-        backends.direct(operator, "out", weights, out)
         _check_out(operator, out, (plan.num_rows,), weights.dtype, weights, *_plan_tensors(plan))
         weights = _resolved(weights)
     slots = _slot_weights_verb(operator, weights, plan, None, backend)
@@ -639,7 +654,7 @@ def permute_weights_backward(
 
     grad: [R]. Returns [T, E] where the plan has expert_of_slot (`num_experts` gives E where the plan does not
     know it), else [T, K], else [S]. Several slots of one token with one expert add up in slot order, or, with
-    `accumulate=False` (the aclnn operators), the last one is stored. Differentiable where it accumulates.
+    `accumulate=False` (the aclnn operators), the last one is stored. Differentiable as often as you like.
 
     >>> import torch, moeroute
     >>> plan = moeroute.plan_from_expert_ids(torch.tensor([[1, 0], [1, 2]]), 3)
@@ -651,17 +666,15 @@ def permute_weights_backward(
     """
     operator = "permute_weights_backward"
     _check_plan(operator, plan)
-    if not isinstance(grad, Tensor):
-        raise check.wrong_type(operator, "grad", "a torch.Tensor", grad)
+    check.tensor(operator, "grad", grad)
     _check_float(operator, "grad", grad)
     if grad.ndim != 1 or grad.shape[0] != plan.num_rows:
         raise check.wrong_shape(operator, "grad", f"[R] with R = {plan.num_rows}, as the plan", grad)
     if grad.device != plan.row_of_slot.device:
         raise check.wrong_value(operator, "grad", f"on {plan.row_of_slot.device}, as the plan", grad.device)
-    _check_flag(operator, "accumulate", accumulate)
+    check.flag(operator, "accumulate", accumulate)
     shape = _weights_shape(operator, plan, num_experts)
     if out is not None:
-        backends.direct(operator, "out", grad, out)
         _check_out(operator, out, shape, grad.dtype, grad, *_plan_tensors(plan))
         grad = _resolved(grad)
     if out is not None or backends.plain(grad):
@@ -674,14 +687,14 @@ def permute_weights_backward(
 def _weights_shape(operator: str, plan: RoutingPlan, num_experts: int | None) -> tuple[int, ...]:
     if num_experts is not None:
         check.integer(operator, "num_experts", num_experts, minimum=0, maximum=2**31 - 1)
+        if plan.num_experts not in (None, num_experts):
+            raise check.wrong_value(operator, "num_experts", f"{plan.num_experts}, as the plan, or None", num_experts)
     if plan.expert_of_slot is None:
         return (plan.num_slots,) if plan.topk is None else (plan.num_tokens, plan.topk)
     if num_experts is None:
         if plan.num_experts is None:
             raise check.wrong_value(operator, "num_experts", "given, as the plan does not know it", None)
         num_experts = plan.num_experts
-    elif plan.num_experts not in (None, num_experts):
-        raise check.wrong_value(operator, "num_experts", f"{plan.num_experts}, as the plan, or None", num_experts)
     return plan.num_tokens, num_experts
 
 
@@ -695,6 +708,8 @@ def _slot_weights_backward_verb(
     backend: str | None,
 ) -> Tensor:
     if plan.expert_of_slot is None:
+        if backend is not None:
+            _module(operator, backend, grad)
         return grad.reshape(shape) if out is None else out.copy_(grad.reshape(shape))
     if out is not None or backends.plain(grad):
         return _module(operator, backend, grad).slot_weights_backward(
@@ -729,6 +744,8 @@ def permute(tokens: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *,
     _check_matrix("permute", "tokens", tokens, "T", plan.num_tokens, plan)
     if weights is not None:
         weights = _verb_weights("permute", "tokens", tokens, weights, plan, backend)
+    elif tokens.is_quantized:
+        raise _quantized("permute", "tokens", tokens)
     return _spread_checked("permute", tokens, plan, weights, None, backend)
 
 
@@ -826,7 +843,9 @@ def unpermute_backward(
     if out is not None and (not isinstance(out, tuple | list) or len(out) != 2):
         raise check.wrong_type(operator, "out", "a pair of tensors or None", out)
     out_rows, out_weights = (None, None) if out is None else out
-    _check_flag(operator, "accumulate", accumulate)
+    if out_rows is None and out_weights is None:
+        out = None
+    check.flag(operator, "accumulate", accumulate)
     _check_plan(operator, plan)
     _check_matrix(operator, "grad_tokens", grad_tokens, "T", plan.num_tokens, plan)
     if rows is not None or weights is not None:
@@ -834,13 +853,14 @@ def unpermute_backward(
     if weights is None:
         if out_weights is not None:
             raise check.wrong_value(operator, "out", "(tensor, None) without weights", "a second tensor")
+        if grad_tokens.is_quantized:
+            raise _quantized(operator, "grad_tokens", grad_tokens)
         return _spread_checked(operator, grad_tokens, plan, None, out_rows, backend), None
     assert rows is not None  # noqa: S101 - for the type checker; the lines above raise otherwise
     slots = _verb_weights(operator, "grad_tokens", grad_tokens, weights, plan, backend)
     _check_partner(operator, "rows", rows, "grad_tokens", grad_tokens)
     shape = tuple(weights.shape)
     if out is not None:
-        backends.direct(operator, "out", grad_tokens, rows, weights, out_rows, out_weights)
         inputs = (grad_tokens, rows, weights, *_plan_tensors(plan))
         if out_rows is not None:
             _check_out(operator, out_rows, tuple(rows.shape), rows.dtype, *inputs)

@@ -26,7 +26,7 @@ def _slot_table(num_slots: int, slot_offsets: Tensor | None, num_tokens: int, de
         return torch.arange(num_slots, device=device).reshape(num_tokens, -1 if num_tokens else 0)
     ends = slot_offsets.long().clamp(0, num_slots)
     first, last = ends[:-1], ends[1:]
-    most = max(int((last - first).max()), 0) if num_tokens else 0
+    most = max(int((last - first).max()), 0) if num_tokens and not ends.is_meta else 0  # on meta shapes count only
     table = first[:, None] + torch.arange(most, device=device)
     return torch.where(table < last[:, None], table, num_slots)
 

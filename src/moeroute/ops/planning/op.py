@@ -27,9 +27,10 @@ _INDEX_DTYPE = {
 }
 _MAP_DTYPES = frozenset((torch.bool, torch.int8, torch.uint8))
 _WEIGHT_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
-DROPS = ("position", "weight")
-NOTHING = (None, None, None)
-USUAL = ("position", False, 1, False)
+FIRST_COME = "position"
+DROPS = (FIRST_COME, "weight")
+ONE = 1
+STRIDED = checks.STRIDED
 
 # ---------------------------------------------------------------------------- the plan
 
@@ -176,8 +177,8 @@ def _validate(plan: RoutingPlan) -> None:
         if tensor.dim() != 1:
             raise checks.wrong_shape(operator, name, "one-dimensional", tensor)
         checks.same_device(operator, "row_of_slot", plan.row_of_slot, name, tensor)
-        if not tensor.is_contiguous():  # kernels walk these by address
-            object.__setattr__(plan, name, tensor.contiguous())
+        if tensor.is_neg() or not tensor.is_contiguous():  # kernels walk these by address
+            object.__setattr__(plan, name, tensor.resolve_neg().contiguous())
     num_slots = plan.num_slots
     if plan.slot_of_row.shape[0] != num_rows:
         raise checks.wrong_shape(operator, "slot_of_row", f"[R] with R = num_rows = {num_rows}", plan.slot_of_row)
@@ -243,29 +244,25 @@ def _plan(
 
 def _index_tensor(operator: str, argument: str, value: Any, shape: str, dims: tuple[int, ...]) -> Tensor:
     """A contiguous int32 or int64 tensor of one of these ranks, with at most 2^31 - 1 elements."""
-    index = checks.tensor(operator, argument, value)
+    if not isinstance(value, Tensor):
+        raise checks.wrong_type(operator, argument, "a torch.Tensor", value)
+    index = value
     kind = index.dtype
     dtype = _INDEX_DTYPE.get(kind)
     if dtype is None:
         raise checks.wrong_dtype(operator, argument, "of an integer dtype", index)
-    if index.dim() not in dims:
+    if index.dim() not in dims or index.layout is not STRIDED or index.is_nested:
         raise checks.wrong_shape(operator, argument, shape, index)
     if index.numel() > LARGEST:
         raise checks.wrong_shape(operator, argument, f"{shape} with at most {LARGEST} elements", index)
-    if not torch.compiler.is_compiling() and index.is_neg():
-        index = index.resolve_neg()
     if dtype is not kind:
         if kind is torch.uint64:  # what int64 cannot hold is the largest id, not a negative one
+            if not torch.compiler.is_compiling():
+                index = index.resolve_neg()
             signed = index.contiguous().view(torch.int64)
             return torch.where(signed < 0, 2**63 - 1, signed)
         index = index.to(dtype)
     return index.contiguous()
-
-
-def _flag(operator: str, argument: str, value: Any) -> bool:
-    if value is not True and value is not False:
-        raise checks.wrong_type(operator, argument, "a bool", value)
-    return bool(value)
 
 
 def _optional_integer(operator: str, argument: str, value: Any) -> int | None:
@@ -281,6 +278,10 @@ def _weights(operator: str, value: Any, like: str, first: Tensor, shape: tuple[i
         raise checks.wrong_shape(operator, "weights", f"{list(shape)}, as {like}", weights)
     checks.same_device(operator, like, first, "weights", weights)
     return weights.detach().contiguous()
+
+
+def _no_data(operator: str, argument: str) -> ValueError:
+    return checks.wrong_value(operator, argument, "given for tensors on meta, which have no data to count", None)
 
 
 def _experts(operator: str, num_experts: int, expert_range: Any) -> tuple[int, int]:
@@ -300,20 +301,21 @@ def _experts(operator: str, num_experts: int, expert_range: Any) -> tuple[int, i
 
 def _destination(
     operator: str, out: Any, num_slots: int | None, *inputs: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The caller's buffer for row_of_slot, checked, and the vector that a kernel writes (None: other strides)."""
+) -> tuple[Tensor | None, Tensor | None, list[Any]]:
+    """The caller's buffer for row_of_slot, checked, the vector that a kernel writes (None: other strides), and the
+    inputs as a launcher may read them."""
     if out is None:
-        return None, None
+        return None, None, list(inputs)
     checks.tensor(operator, "out", out)
-    if torch.compiler.is_compiling():
-        raise checks.wrong_value(operator, "out", "None under torch.compile", "a tensor")
+    checks.eager(operator, "out")
     if out.dtype is not torch.int32:
         raise checks.wrong_dtype(operator, "out", "torch.int32", out)
     if num_slots is not None and out.numel() != num_slots:
         raise checks.wrong_shape(operator, "out", f"of S = {num_slots} elements", out)
     backends.direct(operator, "out", out, *inputs)
     checks.writable(operator, "out", out, *inputs)
-    return out, out.view(-1) if out.is_contiguous() else None
+    into = out.view(-1) if out.is_contiguous() else None
+    return out, into, [None if tensor is None else tensor.resolve_neg() for tensor in inputs]
 
 
 def _hand_over(row_of_slot: Tensor, out: Tensor | None) -> None:
@@ -345,18 +347,19 @@ def _ids_options(
     if (
         type(num_experts) is int
         and 0 <= num_experts <= LARGEST
-        and (expert_range, capacity, num_rows) == NOTHING
-        and (drop, pad, align, check) == USUAL
-        and type(align) is int
+        and expert_range is capacity is num_rows is None
+        and drop is FIRST_COME
+        and align is ONE
+        and pad is check is False
     ):
-        return 0, num_experts, None, None  # the way of one token: 0.2 µs instead of 0.5
+        return 0, num_experts, None, None  # the way of one token; asks no foreign object whether it is equal
     operator = "plan_from_expert_ids"
     num_rows = _optional_integer(operator, "num_rows", num_rows)
     checks.integer(operator, "align", align, 1, LARGEST)
     checks.one_of(operator, "drop", drop, DROPS)
     capacity = _optional_integer(operator, "capacity", capacity)
-    pad = _flag(operator, "pad_to_capacity", pad)
-    _flag(operator, "check", check)
+    pad = checks.flag(operator, "pad_to_capacity", pad)
+    checks.flag(operator, "check", check)
     if num_experts is None:
         for name, value, default in (
             ("expert_range", expert_range, None),
@@ -374,6 +377,8 @@ def _ids_options(
 
 def _refuse_ids(ids: Tensor, num_experts: int | None) -> None:
     """Raise for the first id that is neither an expert nor a sentinel."""
+    if ids.is_meta:
+        return
     bad, wanted = ids < -1, "-1 (an empty slot) or more"
     if num_experts is not None:
         bad |= ids > num_experts
@@ -387,6 +392,8 @@ def _refuse_ids(ids: Tensor, num_experts: int | None) -> None:
 
 def _refuse_map(routing_map: Tensor, topk: int | None) -> None:
     """Raise for a value other than 0 and 1, or a token with more true entries than slots."""
+    if routing_map.is_meta:
+        return
     operator, name = "plan_from_routing_map", "routing_map"
     if routing_map.dtype is not torch.bool:
         bad = ((routing_map != 0) & (routing_map != 1)).reshape(-1)
@@ -730,10 +737,13 @@ def plan_from_expert_ids(
     expert_ids = _index_tensor(operator, "expert_ids", expert_ids, "[T, K] or [T]", (1, 2))
     shape = expert_ids.shape
     num_tokens, topk = shape[0], shape[1] if len(shape) == 2 else 1
-    options = (num_experts, expert_range, capacity, drop, pad_to_capacity, align, num_rows, check)
-    first, last, segment, num_rows = _ids_options(*options)
+    first, last, segment, num_rows = _ids_options(
+        num_experts, expert_range, capacity, drop, pad_to_capacity, align, num_rows, check
+    )
+    if num_rows is None and expert_ids.is_meta:
+        raise _no_data(operator, "num_rows")
     if num_experts is None:
-        out, into = _destination(operator, out, num_tokens * topk, expert_ids)
+        out, into, (expert_ids,) = _destination(operator, out, num_tokens * topk, expert_ids)
         chosen = backends.choose(operator, backend, expert_ids.device)
         if out is not None or backends.plain(expert_ids):
             row_of_slot, slot_of_row = _any_ids_operator(expert_ids, num_rows, check, chosen, into)
@@ -752,7 +762,7 @@ def plan_from_expert_ids(
     chosen = backends.choose(operator, backend, expert_ids.device, dtype)
     into = None
     if out is not None:
-        out, into = _destination(operator, out, num_tokens * topk, expert_ids, weights)
+        out, into, (expert_ids, weights) = _destination(operator, out, num_tokens * topk, expert_ids, weights)
     if out is not None or backends.plain(expert_ids, weights):
         if check:
             _refuse_ids(expert_ids, num_experts)
@@ -854,8 +864,8 @@ def plan_from_routing_map(
     checks.integer(operator, "align", align, 1, LARGEST)
     checks.one_of(operator, "drop", drop, DROPS)
     capacity = _optional_integer(operator, "capacity", capacity)
-    pad = _flag(operator, "pad_to_capacity", pad_to_capacity) | _flag(operator, "fill", fill)
-    _flag(operator, "check", check)
+    pad = checks.flag(operator, "pad_to_capacity", pad_to_capacity) | checks.flag(operator, "fill", fill)
+    checks.flag(operator, "check", check)
     if fill and topk is not None:
         raise checks.wrong_value(operator, "topk", "None with fill", topk)
     first, last = _experts(operator, num_experts, expert_range)
@@ -873,7 +883,9 @@ def plan_from_routing_map(
     num_slots = None if topk is None else num_tokens * topk
     if fill and capacity is not None:
         num_slots = (last - first) * min(capacity, num_tokens)
-    out, into = _destination(operator, out, num_slots, routing_map, weights)
+    if routing_map.is_meta and (num_slots is None or num_rows is None):
+        raise _no_data(operator, "topk (or fill)" if num_slots is None else "num_rows")
+    out, into, (routing_map, weights) = _destination(operator, out, num_slots, routing_map, weights)
     if out is not None or backends.plain(routing_map, weights):
         found = _map_operator(routing_map, weights, *options, into)
         if out is not None and out.numel() != found[0].numel():
@@ -954,7 +966,7 @@ def plan_from_row_of_slot(
             raise checks.wrong_shape(operator, "expert_of_slot", wanted, expert_of_slot)
         checks.same_device(operator, "row_of_slot", row_of_slot, "expert_of_slot", expert_of_slot)
     chosen = backends.choose(operator, backend, row_of_slot.device)
-    out, into = _destination(operator, out, num_slots, row_of_slot, expert_of_slot)
+    out, into, (row_of_slot, expert_of_slot) = _destination(operator, out, num_slots, row_of_slot, expert_of_slot)
     if out is not None or backends.plain(row_of_slot, expert_of_slot):
         found = _row_of_slot_operator(row_of_slot, expert_of_slot, num_rows, first_row, chosen, into)
         _hand_over(found[0], out)
@@ -1012,7 +1024,7 @@ def plan_from_token_ids(
         if num_rows % num_experts:
             raise checks.wrong_value(operator, "num_rows", f"a multiple of num_experts = {num_experts}", num_rows)
     chosen = backends.choose(operator, backend, token_ids.device)
-    out, into = _destination(operator, out, num_slots, token_ids, rows)
+    out, into, (token_ids, rows) = _destination(operator, out, num_slots, token_ids, rows)
     if out is not None or backends.plain(token_ids, rows):
         found = _token_ids_operator(token_ids, rows, num_tokens, num_rows, num_experts, chosen, into)
         _hand_over(found[0], out)
@@ -1048,7 +1060,7 @@ def plan_from_segments(
     lengths = _index_tensor(operator, "lengths", lengths, "[ranks, E]", (2,))
     checks.integer(operator, "num_tokens", num_tokens, 0, LARGEST)
     chosen = backends.choose(operator, backend, lengths.device)
-    out, into = _destination(operator, out, num_tokens, lengths)
+    out, into, (lengths,) = _destination(operator, out, num_tokens, lengths)
     if out is not None or backends.plain(lengths):
         found = _segments_operator(lengths, num_tokens, chosen, into)
         _hand_over(found[0], out)

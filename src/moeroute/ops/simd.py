@@ -440,25 +440,19 @@ def pairwise(typingctx, block):
 
 # ---------------------------------------------------------------------------- integer lanes, comparisons, choices
 #
-# Beside Block: 64 integers, 64 bits of a mask, and the same three with EIGHT lanes, for the few slots
-# of a token. What is not named `..8` serves both widths.
+# Beside Block: 64 integers and 64 bits of a mask.
 
-EIGHT = 8
+TILE = 8  # of `transpose`: TILE rows fill LANES
 
 
 class LanesType(types.Type):
-    def __init__(self, element: ir.Type, count: int) -> None:
-        self.vector = ir.VectorType(element, count)
-        super().__init__(name=f"Lanes({element},{count})")
+    def __init__(self, element: ir.Type) -> None:
+        self.vector = _vector(element)
+        super().__init__(name=f"Lanes({element})")
 
 
 _BIT = ir.IntType(1)
-int_block_type, mask_type = LanesType(_I32, LANES), LanesType(_BIT, LANES)
-eight_type, int_eight_type, mask_eight_type = (LanesType(element, EIGHT) for element in (_F32, _I32, _BIT))
-_PARTNERS = {  # floats: integers and mask of the same width
-    block_type: (int_block_type, mask_type),
-    eight_type: (int_eight_type, mask_eight_type),
-}
+int_block_type, mask_type = LanesType(_I32), LanesType(_BIT)
 
 
 @register_model(LanesType)
@@ -478,26 +472,18 @@ def _define_operator(python_operator, instruction, operand, result):
 
 
 for _python_operator, _name in (
-    (operator.add, "fadd"),
-    (operator.sub, "fsub"),
-    (operator.mul, "fmul"),
-    (operator.truediv, "fdiv"),
+    (operator.add, "add"),
+    (operator.sub, "sub"),
+    (operator.and_, "and_"),
+    (operator.xor, "xor"),
+    (operator.lshift, "shl"),
+    (operator.rshift, "ashr"),
 ):
-    _define_operator(_python_operator, getattr(ir.IRBuilder, _name), eight_type, eight_type)
-for _floats, (_integers, _mask) in _PARTNERS.items():
-    for _python_operator, _name in (
-        (operator.add, "add"),
-        (operator.sub, "sub"),
-        (operator.and_, "and_"),
-        (operator.xor, "xor"),
-        (operator.lshift, "shl"),
-        (operator.rshift, "ashr"),
-    ):
-        _define_operator(_python_operator, getattr(ir.IRBuilder, _name), _integers, _integers)
-    _define_operator(operator.and_, ir.IRBuilder.and_, _mask, _mask)
-    _define_operator(operator.eq, lambda b, x, y: b.icmp_signed("==", x, y), _integers, _mask)
-    _define_operator(operator.gt, lambda b, x, y: b.icmp_signed(">", x, y), _integers, _mask)
-    _define_operator(operator.gt, lambda b, x, y: b.fcmp_ordered(">", x, y), _floats, _mask)
+    _define_operator(_python_operator, getattr(ir.IRBuilder, _name), int_block_type, int_block_type)
+_define_operator(operator.and_, ir.IRBuilder.and_, mask_type, mask_type)
+_define_operator(operator.eq, lambda b, x, y: b.icmp_signed("==", x, y), int_block_type, mask_type)
+_define_operator(operator.gt, lambda b, x, y: b.icmp_signed(">", x, y), int_block_type, mask_type)
+_define_operator(operator.gt, lambda b, x, y: b.fcmp_ordered(">", x, y), block_type, mask_type)
 
 
 def _spread(builder, value, vector):
@@ -508,19 +494,6 @@ def _spread(builder, value, vector):
 
 def _function(builder, name, result, *parameters):
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, list(parameters)), name)
-
-
-@intrinsic
-def fill(typingctx, like, value):
-    """One float32 or int32 in as many lanes as `like` has."""
-    integers = _PARTNERS[like][0] if like in _PARTNERS else like
-    as_floats = {integers: floats for floats, (integers, _) in _PARTNERS.items()}[integers]
-    result = as_floats if isinstance(value, types.Float) else integers
-
-    def codegen(context, builder, sig, args):
-        return _spread(builder, args[1], context.get_value_type(sig.return_type))
-
-    return result(like, types.float32 if isinstance(value, types.Float) else types.int32), codegen
 
 
 @intrinsic
@@ -539,7 +512,7 @@ def lane_numbers(typingctx):
 @intrinsic
 def bits(typingctx, value):
     """The bits of floats (or of one float32) as int32."""
-    result = types.int32 if value == types.float32 else _PARTNERS[value][0]
+    result = int_block_type if value == block_type else types.int32
 
     def codegen(context, builder, sig, args):
         return builder.bitcast(args[0], context.get_value_type(sig.return_type))
@@ -550,7 +523,7 @@ def bits(typingctx, value):
 @intrinsic
 def floats(typingctx, value):
     """The inverse of `bits`."""
-    result = {integers: name for name, (integers, _) in _PARTNERS.items()}.get(value, types.float32)
+    result = block_type if value == int_block_type else types.float32
 
     def codegen(context, builder, sig, args):
         return builder.bitcast(args[0], context.get_value_type(sig.return_type))
@@ -629,14 +602,15 @@ def square_root(typingctx, block):
     return block_type(block_type), codegen
 
 
+def _shuffled(builder, value, other, lanes):
+    other = ir.Constant(value.type, ir.Undefined) if other is None else other
+    return builder.shuffle_vector(value, other, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+
 def _halves(builder, value):
     count = value.type.count // 2
-    undefined = ir.Constant(value.type, ir.Undefined)
-    index = ir.VectorType(_I32, count)
-    return (
-        builder.shuffle_vector(value, undefined, ir.Constant(index, list(range(count)))),
-        builder.shuffle_vector(value, undefined, ir.Constant(index, list(range(count, 2 * count)))),
-    )
+    first, second = list(range(count)), list(range(count, 2 * count))
+    return _shuffled(builder, value, None, first), _shuffled(builder, value, None, second)
 
 
 @intrinsic
@@ -678,126 +652,37 @@ def two_largest(typingctx, block):
     return types.UniTuple(types.int32, 2)(int_block_type), codegen
 
 
-def _mask_below(builder, count):
-    """The first `count` of eight lanes; all of them where count is larger."""
-    enough = builder.icmp_signed("<", count, ir.Constant(_I64, EIGHT))
-    return _first_lanes(builder, builder.select(enough, count, ir.Constant(_I64, EIGHT)), EIGHT)
-
-
 @intrinsic
-def load8(typingctx, pointer, offset, count):
-    """Eight elements, or the first `count`; missing floats are +0, missing integers -1, and are not read."""
-    result = int_eight_type if pointer == int32_ptr else eight_type
+def transpose(typingctx, target, offset, source, stride, rows, columns):
+    """TILE rows of TILE elements, `stride` apart: column c goes, widened, to `offset` + c blocks.
+
+    With fewer rows or columns the missing elements are zeros and are not read.
+    """
 
     def codegen(context, builder, sig, args):
-        kind = sig.args[0].kind
-        element = _I16 if kind in ("bfloat16", "float16") else _STORAGE[kind]
-        vector = ir.VectorType(element, EIGHT)
-        address = _vector_address(builder, args[0], args[1], element, EIGHT)
-        mask = _mask_below(builder, args[2])
-        value = _masked_load(builder, address, mask, vector)
-        if kind == "int32":
-            return builder.select(mask, value, ir.Constant(vector, [-1] * EIGHT))
-        return _widen(builder, kind, builder.bitcast(value, ir.VectorType(_STORAGE[kind], EIGHT)))
-
-    return result(pointer, types.int64, types.int64), codegen
-
-
-@intrinsic
-def store8(typingctx, pointer, offset, value):
-    """Eight elements, narrowed."""
-
-    def codegen(context, builder, sig, args):
-        kind = sig.args[0].kind
-        narrowed = _narrow(builder, kind, args[2])
-        builder.store(narrowed, _vector_address(builder, args[0], args[1], _STORAGE[kind], EIGHT), align=1)
+        target, offset, source, stride, rows, columns = args
+        kind = sig.args[2].kind
+        element = _I16 if kind in ("bfloat16", "float16") else _STORAGE[kind]  # half has no masked load everywhere
+        inside = _first_lanes(builder, columns, TILE)
+        nothing = ir.Constant(inside.type, None)
+        parts = []
+        for r in range(TILE):
+            row = ir.Constant(_I64, r)
+            mask = builder.select(builder.icmp_signed("<", row, rows), inside, nothing)
+            address = _vector_address(builder, source, builder.mul(stride, row), element, TILE)
+            parts.append(_masked_load(builder, address, mask, ir.VectorType(element, TILE)))
+        while len(parts) > 1:
+            both = list(range(2 * parts[0].type.count))
+            parts = [_shuffled(builder, *pair, both) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        turned = _shuffled(builder, *parts, None, [r * TILE + c for c in range(TILE) for r in range(TILE)])
+        value = _widen(builder, kind, builder.bitcast(turned, _vector(_STORAGE[kind])))
+        for c in range(TILE):
+            column = _shuffled(builder, value, None, list(range(c * TILE, (c + 1) * TILE)))
+            place = builder.add(offset, ir.Constant(_I64, c * LANES))
+            builder.store(column, _vector_address(builder, target, place, value.type.element, TILE), align=1)
         return context.get_dummy_value()
 
-    return types.void(pointer, types.int64, eight_type), codegen
-
-
-@intrinsic
-def inside8(typingctx, index, size):
-    """Where 0 <= index < size."""
-
-    def codegen(context, builder, sig, args):
-        limit = _spread(builder, builder.trunc(args[1], _I32), int_eight_type.vector)
-        return builder.icmp_unsigned("<", args[0], limit)
-
-    return mask_eight_type(int_eight_type, types.int64), codegen
-
-
-@intrinsic
-def gather8(typingctx, pointer, index, mask):
-    """The float32 elements at the indices; +0 where the mask is not set, and nothing is read there."""
-
-    def codegen(context, builder, sig, args):
-        pointer, index, mask = args
-        wide = builder.sext(index, ir.VectorType(_I64, EIGHT))
-        address = builder.add(
-            builder.mul(wide, ir.Constant(wide.type, [4] * EIGHT)), _spread(builder, pointer, wide.type)
-        )
-        addresses = builder.inttoptr(address, ir.VectorType(_F32.as_pointer(), EIGHT))
-        vector = eight_type.vector
-        function = _function(
-            builder, f"llvm.masked.gather.v{EIGHT}f32.v{EIGHT}p0", vector, addresses.type, _I32, mask.type, vector
-        )
-        return builder.call(function, [addresses, ir.Constant(_I32, 4), mask, ir.Constant(vector, None)])
-
-    return eight_type(float32_ptr, int_eight_type, mask_eight_type), codegen
-
-
-@intrinsic
-def scatter8(typingctx, pointer, index, mask, value, spare):
-    """Store the masked lanes, narrowed, at the indices, in order; the others go to one element at `spare`."""
-
-    def codegen(context, builder, sig, args):
-        pointer, index, mask, value, spare = args
-        kind = sig.args[0].kind
-        element = _STORAGE[kind]
-        wide = ir.VectorType(_I64, EIGHT)
-        size = _number(wide, context.get_abi_sizeof(element))
-        places = builder.add(builder.mul(builder.sext(index, wide), size), _spread(builder, pointer, wide))
-        places = builder.select(mask, places, _spread(builder, spare, wide))
-        narrowed = _narrow(builder, kind, value)
-        for i in range(EIGHT):
-            lane = ir.Constant(_I32, i)
-            address = builder.inttoptr(builder.extract_element(places, lane), element.as_pointer())
-            builder.store(builder.extract_element(narrowed, lane), address)
-        return context.get_dummy_value()
-
-    return types.void(pointer, int_eight_type, mask_eight_type, eight_type, float32_ptr), codegen
-
-
-@intrinsic
-def ordered_sum8(typingctx, start, value):
-    """start + lane 0 + lane 1 + …, one rounded addition after the other."""
-
-    def codegen(context, builder, sig, args):
-        total, value = args
-        for i in range(EIGHT):
-            total = builder.fadd(total, builder.extract_element(value, ir.Constant(_I32, i)))
-        return total
-
-    return types.float32(types.float32, eight_type), codegen
-
-
-@intrinsic
-def repeated8(typingctx, index, mask):
-    """Whether two of the masked lanes are equal."""
-
-    def codegen(context, builder, sig, args):
-        index, mask = args
-        undefined, nothing = ir.Constant(index.type, ir.Undefined), ir.Constant(mask.type, ir.Undefined)
-        found = ir.Constant(mask.type, None)
-        for turn in range(1, EIGHT // 2 + 1):
-            lanes = ir.Constant(int_eight_type.vector, [(i + turn) % EIGHT for i in range(EIGHT)])
-            equal = builder.icmp_signed("==", index, builder.shuffle_vector(index, undefined, lanes))
-            both = builder.and_(mask, builder.shuffle_vector(mask, nothing, lanes))
-            found = builder.or_(found, builder.and_(equal, both))
-        return builder.icmp_unsigned("!=", builder.bitcast(found, ir.IntType(EIGHT)), ir.Constant(ir.IntType(EIGHT), 0))
-
-    return types.boolean(int_eight_type, mask_eight_type), codegen
+    return types.void(target, types.int64, source, *[types.int64] * 3), codegen
 
 
 @intrinsic(prefer_literal=True)

@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterator
 
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Triton's kernels run on the CPU, in its interpreter. Read when a kernel is defined.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

@@ -39,7 +39,7 @@ def test_info_says_why_a_backend_is_missing(
 
 
 def test_verify(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["verify"]) == 0
+    assert cli.main(["verify", "--only", "plan_from_segments"]) == 0
     assert "same bits as the reference" in capsys.readouterr().out
 
 
@@ -47,7 +47,7 @@ def test_verify_warns_where_denormals_are_flushed(capsys: pytest.CaptureFixture[
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush denormals")
     try:
-        cli.main(["verify"])
+        cli.main(["verify", "--only", "plan_from_segments"])
     finally:
         torch.set_flush_denormal(False)
     assert "warning: denormal numbers are flushed to zero" in capsys.readouterr().out
@@ -68,6 +68,9 @@ def test_bench_writes_what_it_measured(tmp_path: Path) -> None:
         (["bench", "--only", "nothing of the sort"], "no case's name contains 'nothing of the sort'"),
         (["demo", "--steps", "0"], "must be at least 1; got 0"),
         (["demo", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["verify", "--device", "nowhere"], "must be a device that is there, as cpu or cuda:0; got nowhere"),
+        (["verify", "--only", "nothing of it"], "no check's name contains 'nothing of it'"),
+        (["verify", "--backend", "tpu"], "invalid choice: 'tpu'"),
         (["dance"], "invalid choice: 'dance'"),
         ([], "the following arguments are required: command"),
     ],

@@ -448,7 +448,7 @@ def test_b142_the_gradient_of_permute_fifty_times(backend: str) -> None:
     plan = moeroute.plan_from_expert_ids(ids, 16, backend=backend)
     grad = torch.randn(4096, 512, generator=generator).bfloat16()
     first = moeroute.permute_backward(grad, plan, backend=backend)
-    for _ in range(49 if backend != "reference" else 4):  # which is slow, and has no atomics
+    for _ in range(49 if backend == "cpu" else 4):  # the others are slow, and run in one thread or have no atomics
         assert_same_bits(moeroute.permute_backward(grad, plan, backend=backend), first)
 
 
@@ -927,7 +927,7 @@ def test_b52_a_map_of_more_than_two_billion_entries() -> None:
 
 def test_b160_a_million_tokens(backend: str) -> None:
     """A sort was written for no more than 64 thousand."""
-    num_tokens = 2**20 + 1
+    num_tokens = 2**17 + 1 if backend == "triton" else 2**20 + 1  # each block of which the interpreter takes in turn
     ids = (torch.arange(num_tokens) * 7919 % 256).to(torch.int32)
     plan = moeroute.plan_from_expert_ids(ids, 256, backend=backend)
     assert_same_bits(plan.tokens_per_expert, torch.bincount(ids, minlength=256))

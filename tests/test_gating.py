@@ -19,6 +19,7 @@ import moeroute
 from moeroute import gating_topk, gating_topk_backward
 from moeroute.ops.gating import op, reference
 from moeroute.testing import assert_close_to_exact, assert_same_bits
+from strategies import BACKENDS
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax")
 HALVES = (torch.float16, torch.bfloat16)
@@ -174,11 +175,12 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @settings(max_examples=200)
-@given(case=cases(), with_scores=st.booleans(), out_dtype=st.sampled_from(FLOATS))
-def test_same_bits(case: dict[str, Any], with_scores: bool, out_dtype: torch.dtype) -> None:
+@given(case=cases(), with_scores=st.booleans(), out_dtype=st.sampled_from(FLOATS), names=BACKENDS)
+def test_same_bits(case: dict[str, Any], with_scores: bool, out_dtype: torch.dtype, names: tuple[str, ...]) -> None:
     expected = gating_topk(**case, backend="reference")
-    actual = gating_topk(**case, backend="cpu")
-    assert_same_bits(actual, expected)
+    for name in names[1:]:
+        actual = gating_topk(**case, backend=name)
+        assert_same_bits(actual, expected, name)
     experts = case["logits"].shape[1]
     for ids, sorted_ids in zip(actual.expert_ids.tolist(), actual.expert_ids.sort(1).values.tolist(), strict=True):
         if case["expert_ids"] is None:
@@ -189,11 +191,12 @@ def test_same_bits(case: dict[str, Any], with_scores: bool, out_dtype: torch.dty
     options = {name: case[name] for name in ("score", "renormalize", "scaling_factor", "eps")}
     options["grad_scores"] = torch.randn(actual.scores.shape, generator=grads) if with_scores else None
     ids = actual.expert_ids if case["expert_ids"] is None else case["expert_ids"]
-    results = [
+    expected, *others = (
         gating_topk_backward(actual.scores, grad_weights, ids, out_dtype=out_dtype, backend=name, **options)
-        for name in ("cpu", "reference")
-    ]
-    assert_same_bits(*results, where="gradient")
+        for name in names
+    )
+    for found in others:
+        assert_same_bits(found, expected, where="gradient")
 
 
 @pytest.mark.parametrize("score", SCORES)

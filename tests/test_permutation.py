@@ -12,6 +12,7 @@ from torch import Tensor
 import moeroute
 from moeroute.ops.permutation import op
 from moeroute.testing import assert_close_to_exact, assert_same_bits
+from strategies import BACKENDS
 
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)
@@ -163,8 +164,10 @@ def special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
     return torch.where(torch.rand(shape, generator=generator) < 0.1, extra[pick], values).to(dtype)
 
 
-@given(problems())
-def test_backends_agree_in_every_bit(problem: tuple[moeroute.RoutingPlan, int, torch.dtype, torch.dtype, int]) -> None:
+@given(problems(), BACKENDS)
+def test_backends_agree_in_every_bit(
+    problem: tuple[moeroute.RoutingPlan, int, torch.dtype, torch.dtype, int], names: tuple[str, ...]
+) -> None:
     plan, hidden, dtype, weights_dtype, seed = problem
     generator = torch.Generator().manual_seed(seed)
     x = special((plan.num_tokens, hidden), dtype, generator)
@@ -192,11 +195,13 @@ def test_backends_agree_in_every_bit(problem: tuple[moeroute.RoutingPlan, int, t
             *pair,
         ]
 
-    assert_same_bits(everything("cpu"), everything("reference"))
+    expected = everything("reference")
+    for name in names[1:]:
+        assert_same_bits(everything(name), expected, name)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_finalize_bias_and_init_agree_in_every_bit(dtype: torch.dtype) -> None:
+def test_finalize_bias_and_init_agree_in_every_bit(backend: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     rows_of = torch.tensor([[0, -1], [2, 1], [-1, -1]])
     experts = torch.tensor([[0, 1], [2, -1], [5, 0]])
@@ -207,10 +212,10 @@ def test_finalize_bias_and_init_agree_in_every_bit(dtype: torch.dtype) -> None:
     for given_init, given_bias, given_weights in itertools.product((None, init, pair), (None, bias), (None, weights)):
         results = [
             moeroute.combine(rows, plan, given_weights, init=given_init, bias=given_bias, backend=name)
-            for name in ("cpu", "reference")
+            for name in (backend, "reference")
         ]
         assert_same_bits(*results)
-        dots = [moeroute.row_dots(rows, init, plan, bias=given_bias, backend=name) for name in ("cpu", "reference")]
+        dots = [moeroute.row_dots(rows, init, plan, bias=given_bias, backend=name) for name in (backend, "reference")]
         assert_same_bits(*dots)
 
 

@@ -25,8 +25,8 @@ from moeroute.ops.planning.op import (
     plan_from_segments,
     plan_from_token_ids,
 )
+from strategies import BACKENDS
 
-BACKENDS = ("reference", "cpu")
 INTEGERS = (
     torch.uint8,
     torch.int8,
@@ -236,15 +236,15 @@ def id_cases(draw):
     return ids, topk, num_experts, draw(options(num_experts, (num_tokens, topk)))
 
 
-@given(id_cases(), st.sampled_from([torch.int8, torch.int32, torch.int64]), st.sampled_from(WEIGHT_DTYPES))
+@given(id_cases(), st.sampled_from([torch.int8, torch.int32, torch.int64]), st.sampled_from(WEIGHT_DTYPES), BACKENDS)
 @settings(max_examples=150)
-def test_expert_ids_drawn(case, dtype, weight_dtype):
+def test_expert_ids_drawn(case, dtype, weight_dtype, names):
     ids, topk, num_experts, drawn = case
     expected = expected_from_ids(ids, num_experts, **drawn) | {"topk": topk}
     call = call_options(drawn, weight_dtype, (len(ids), topk))
     tensor = torch.tensor(ids, dtype=dtype).reshape(len(ids), topk)
     before = tensor.clone()
-    for name in BACKENDS:
+    for name in names:
         check_plan(plan_from_expert_ids(tensor, num_experts, backend=name, **call), expected)
     assert torch.equal(tensor, before)
 
@@ -262,21 +262,22 @@ def map_cases(draw):
     st.none() | st.integers(0, 4),
     st.sampled_from([torch.bool, torch.int8, torch.uint8]),
     st.sampled_from(WEIGHT_DTYPES),
+    BACKENDS,
 )
 @settings(max_examples=150)
-def test_routing_map_drawn(case, topk, dtype, weight_dtype):
+def test_routing_map_drawn(case, topk, dtype, weight_dtype, names):
     routing_map, num_experts, drawn = case
     shape = (len(routing_map), num_experts)
     expected = expected_from_map(routing_map, num_experts, topk, **drawn)
     call = call_options(drawn, weight_dtype, shape)
     tensor = torch.tensor(routing_map).reshape(shape).to(dtype)
-    for name in BACKENDS:
+    for name in names:
         check_plan(plan_from_routing_map(tensor, topk=topk, backend=name, **call), expected)
 
 
-@given(map_cases(), st.sampled_from(WEIGHT_DTYPES))
+@given(map_cases(), st.sampled_from(WEIGHT_DTYPES), BACKENDS)
 @settings(max_examples=150)
-def test_fill_drawn(case, weight_dtype):
+def test_fill_drawn(case, weight_dtype, names):
     routing_map, num_experts, drawn = case
     shape = (len(routing_map), num_experts)
     drawn["capacity"] = drawn["capacity"] or 0
@@ -284,15 +285,16 @@ def test_fill_drawn(case, weight_dtype):
     del drawn["pad"]
     expected = expected_from_fill(routing_map, num_experts, **drawn)
     tensor = torch.tensor(routing_map).reshape(shape).to(torch.bool)
-    for name in BACKENDS:
+    for name in names:
         check_plan(plan_from_routing_map(tensor, fill=True, backend=name, **call), expected)
 
 
 @given(
     st.lists(st.sampled_from([0, 1, 2, 255, 256, 257, 2**31, 2**40 + 1, 2**62, 2**63 - 1, -1, -(2**63)]), max_size=20),
     st.none() | st.integers(0, 25),
+    BACKENDS,
 )
-def test_unknown_number_of_experts_drawn(ids, num_rows):
+def test_unknown_number_of_experts_drawn(ids, num_rows, names):
     order = sorted((s for s in range(len(ids)) if ids[s] >= 0), key=lambda s: ids[s])
     if num_rows is not None:
         order = (order + [-1] * num_rows)[:num_rows]
@@ -304,7 +306,7 @@ def test_unknown_number_of_experts_drawn(ids, num_rows):
         "topk": 1,
         "token_of_slot": list(range(len(ids))),
     } | dict.fromkeys(UNKNOWN)
-    for name in BACKENDS:
+    for name in names:
         plan = plan_from_expert_ids(torch.tensor(ids, dtype=torch.int64), None, num_rows=num_rows, backend=name)
         check_plan(plan, expected)
 
@@ -336,7 +338,7 @@ def test_row_of_slot_drawn(data):
     row_tensor = torch.tensor(given_rows, dtype=torch.int64).reshape(num_tokens, topk)
     if experts is not None:
         experts = torch.tensor(experts, dtype=torch.int64)
-    for backend in BACKENDS:
+    for backend in data.draw(BACKENDS):
         plan = plan_from_row_of_slot(
             row_tensor, num_tokens, num_rows, first_row=first_row, expert_of_slot=experts, backend=backend
         )
@@ -381,7 +383,7 @@ def test_token_ids_drawn(data):
         expected["expert_of_row"] = [r // each for r in range(size)]
     tokens = torch.tensor(token_ids, dtype=torch.int64)
     rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
-    for backend in BACKENDS:
+    for backend in data.draw(BACKENDS):
         plan = plan_from_token_ids(
             tokens, num_tokens, rows=rows, num_rows=num_rows, num_experts=num_experts, backend=backend
         )
@@ -414,7 +416,7 @@ def test_segments_drawn(data):
         "expert_of_row": [e for _, e, _ in row_side] + pad,
     }
     tensor = torch.tensor(lengths, dtype=torch.int64).reshape(ranks, num_experts)
-    for backend in BACKENDS:
+    for backend in data.draw(BACKENDS):
         assert fields_of(plan_from_segments(tensor, num_tokens, backend=backend)) == expected
 
 
@@ -473,8 +475,8 @@ def test_number_of_threads_and_chunks_changes_nothing(split, reference_plans):
         assert [fields_of(plan) for plan in all_plans("cpu")] == reference_plans
 
 
-def test_serial_equals_reference(reference_plans):
-    assert [fields_of(plan) for plan in all_plans("cpu")] == reference_plans
+def test_every_backend_equals_the_reference(backend, reference_plans):
+    assert [fields_of(plan) for plan in all_plans(backend)] == reference_plans
 
 
 # ---------------------------------------------------------------------------- every option with every other
@@ -1354,7 +1356,6 @@ OUT_CASES = {
 
 
 @pytest.mark.parametrize("name", OUT_CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_out_gets_row_of_slot(name: str, backend: str) -> None:
     plan = OUT_CASES[name](None, backend)
     assert plan.num_slots == 6
@@ -1387,7 +1388,6 @@ def test_out_in_many_chunks() -> None:
 
 
 @pytest.mark.parametrize("given_out", (False, True))
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_lazily_negated_tensors_are_seen(backend: str, given_out: bool) -> None:
     """Memory holds the opposite of what the tensor says."""
     ids = torch.tensor([[0, 1], [1, 0], [1, 2]])

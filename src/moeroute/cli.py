@@ -37,7 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.set_defaults(run=_demo)
 
     verify = commands.add_parser("verify", help="compare every backend with the reference, bit by bit")
-    verify.add_argument("--seed", type=int, default=0)
+    verify.add_argument("--backend", choices=backends.NAMES, help="only this one (default: all)")
+    verify.add_argument("--device", type=_device, help="only this one (default: the CPU and every accelerator)")
+    verify.add_argument("--only", default="", help="checks whose name contains this")
+    verify.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
     verify.set_defaults(run=_verify)
 
     bench = commands.add_parser("bench", help="measure against the memory's roof and the torch composition")
@@ -67,6 +70,15 @@ def _positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1; got {value}")
     return value
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return torch.empty(1, device=text).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        wanted = "must be a device that is there, as cpu or cuda:0"
+        raise argparse.ArgumentTypeError(f"{wanted}; got {text}: {reason}") from None
 
 
 def _need(command: str, *packages: str) -> None:
@@ -155,29 +167,31 @@ def _demo(chosen: argparse.Namespace) -> int:
 
 
 def _verify(chosen: argparse.Namespace) -> int:
-    """Every case of the table, small, on every backend that can run here."""
-    from moeroute import testing
+    """Every operator, dtype and mode on every backend and device that can run here."""
+    from moeroute import verify
 
     if torch.tensor(1e-40).mul(1.0).item() == 0.0:
         print("warning: denormal numbers are flushed to zero (torch.set_flush_denormal): bits may differ")
-    others = [name for name in backends.NAMES if name != "reference" and backends.unavailable(name) is None]
-    for name in backends.NAMES:
+    names = [chosen.backend] if chosen.backend else backends.NAMES
+    for name in names:
         if (reason := backends.unavailable(name)) is not None:
             print(f"backend {name}: not available: {reason}")
-    failed = 0
-    for case in testing.CASES:
-        small = case.tiny()
-        problem = testing.problem(small, chosen.seed)
-        expected = problem.ours("reference")
-        for name in others:
-            try:
-                testing.assert_same_bits(problem.ours(name), expected, small.name)
-            except AssertionError as error:
-                failed += 1
-                print(f"{name}: {error}")
-    print(f"{len(testing.CASES)} cases on {', '.join(others) or 'no other backend'}: ", end="")
-    print("same bits as the reference" if not failed else f"{failed} differ from the reference")
-    return 1 if failed else 0
+    devices = [chosen.device] if chosen.device else [torch.device(name) for name in _devices()]
+    places = [(name, device) for device in devices for name in names if verify.can_run(name, device)]
+    if not places:
+        print(f"nothing to compare: {', '.join(names)} on {', '.join(map(str, devices))}")
+        return 1
+    count, failures = verify.run(places, chosen.only, chosen.seed)
+    if not count:
+        raise SystemExit(f"moeroute verify: no check's name contains {chosen.only!r}")
+    for failure in failures[:20]:
+        print(failure)
+    if len(failures) > 20:
+        print(f"... and {len(failures) - 20} more")
+    shown = ", ".join(name if device.type == "cpu" else f"{name} on {device}" for name, device in places)
+    verdict = f"{len(failures)} differ from the reference" if failures else "same bits as the reference"
+    print(f"{count} checks of {shown}: {verdict}")
+    return 1 if failures else 0
 
 
 # ---------------------------------------------------------------------------- bench

@@ -5,10 +5,13 @@ compiler from fusing a multiplication with an addition.
 """
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy
 import torch
 import triton
+import triton.backends
 import triton.language as tl
 from torch import Tensor
 
@@ -17,8 +20,12 @@ PARTIAL_SUMS = tl.constexpr(256)
 # The interpreter reads the same variable when a kernel is decorated.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
-# NumPy knows no bfloat16: the interpreter cuts the lower bits off instead of rounding.
-_ROUND_BY_BITS = tl.constexpr(INTERPRETED)
+# NumPy knows no bfloat16: the interpreter cuts the lower bits off instead of rounding, and widens denormal
+# numbers wrongly.
+_BY_BITS = tl.constexpr(INTERPRETED)
+
+# triton-ascend takes the place of the package triton. Its compiler knows no tile of one row.
+ASCEND = "ascend" in triton.backends.backends
 
 # Programs of a launch in the interpreter, where each costs some 10 ms.
 _INTERPRETED_PROGRAMS = 4
@@ -28,9 +35,18 @@ _INTERPRETED_PROGRAMS = 4
 
 
 @triton.jit
+def widen(x):
+    """Any floating dtype as float32."""
+    if _BY_BITS and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
 def narrow(x, dtype: tl.constexpr):
     """float32 as `dtype`, rounded to nearest even."""
-    if dtype == tl.bfloat16 and _ROUND_BY_BITS:
+    if dtype == tl.bfloat16 and _BY_BITS:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         quiet = (bits >> 16) | 0x40
@@ -40,16 +56,27 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def sum_of_partials(x):
-    """[rows, 256] -> [rows]: neighbours first. Each step adds two numbers, so it has only one order."""
+def _neighbours(x):
     rows: tl.constexpr = x.shape[0]
-    x = tl.sum(tl.reshape(x, (rows, 128, 2)), axis=2)
-    x = tl.sum(tl.reshape(x, (rows, 64, 2)), axis=2)
-    x = tl.sum(tl.reshape(x, (rows, 32, 2)), axis=2)
-    x = tl.sum(tl.reshape(x, (rows, 16, 2)), axis=2)
-    x = tl.sum(tl.reshape(x, (rows, 8, 2)), axis=2)
-    x = tl.sum(tl.reshape(x, (rows, 4, 2)), axis=2)
-    x = tl.sum(tl.reshape(x, (rows, 2, 2)), axis=2)
+    half: tl.constexpr = x.shape[1] // 2
+    return tl.sum(tl.reshape(x, (rows, half, 2)), axis=2)
+
+
+@triton.jit
+def sum_of_partials(x):
+    """[rows, 256] -> [rows]: neighbours first. Each step adds two numbers, so it has only one order.
+
+    64 or 128 partial sums are as good: the others would be +0.
+    """
+    if x.shape[1] == 256:
+        x = _neighbours(x)
+    if x.shape[1] == 128:
+        x = _neighbours(x)
+    x = _neighbours(x)
+    x = _neighbours(x)
+    x = _neighbours(x)
+    x = _neighbours(x)
+    x = _neighbours(x)
     return tl.sum(x, axis=1)
 
 
@@ -61,20 +88,42 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def tile_rows(items: int, on_device: int) -> int:
-    """How many rows a tile has: the table's choice, or in the interpreter what leaves few programs."""
+def tile_rows(items: int, on_device: int, width: int = 1) -> int:
+    """How many rows, each of `width` elements, a tile has: the table's choice, or in the interpreter what leaves
+    few programs."""
     if not INTERPRETED:
-        return on_device
-    return max(on_device, power_of_two(-(-items // _INTERPRETED_PROGRAMS)))
+        return max(on_device, 2) if ASCEND else on_device
+    wanted = power_of_two(-(-items // _INTERPRETED_PROGRAMS))
+    return max(on_device, min(wanted, tl.TRITON_MAX_TENSOR_NUMEL // width))
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, warps: int, **constants: Any) -> None:
-    """Run the kernel on the device of its first tensor, with one rounding for every operation."""
+    """Run the kernel on the device of its first tensor, with one rounding for every operation.
+
+    warps: of 32 threads, whatever the device's own have.
+    """
     if programs == 0:
         return
-    device = next(a.device for a in arguments if isinstance(a, Tensor))
+    with _surroundings(next(a.device for a in arguments if isinstance(a, Tensor))):
+        kernel[(programs,)](*arguments, num_warps=_own_warps(warps), enable_fp_fusion=False, **constants)
+
+
+def _surroundings(device: torch.device) -> AbstractContextManager[Any]:
+    if INTERPRETED:
+        return numpy.errstate(all="ignore")  # it warns where a NaN or an infinity comes up
     if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            kernel[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)
-    else:
-        kernel[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False, **constants)
+        return torch.cuda.device(device)
+    return nullcontext()
+
+
+_lanes: dict[Any, int] = {}
+
+
+def _own_warps(warps: int) -> int:
+    """AMD's have 64 threads: with as many of them each thread would have 8 bytes of a row instead of 16."""
+    if INTERPRETED or ASCEND:
+        return warps
+    driver = triton.runtime.driver.active
+    if driver not in _lanes:
+        _lanes[driver] = driver.get_current_target().warp_size or 32
+    return max(warps * 32 // _lanes[driver], 1)

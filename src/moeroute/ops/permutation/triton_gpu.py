@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moeroute.ops.tiles import PARTIAL_SUMS, launch, narrow, power_of_two, sum_of_partials, tile_rows
+from moeroute.ops.tiles import PARTIAL_SUMS, launch, narrow, power_of_two, sum_of_partials, tile_rows, widen
 
 # The launch table. An H200 keeps its memory busy with bandwidth × latency = 4.8 TB/s × 0.7 µs = 3.4 MB in flight,
 # 26 KB for each of 132 multiprocessors. A program of `spread` or `combine` asks for ROW_BYTES of each of up to
@@ -20,7 +20,7 @@ from moeroute.ops.tiles import PARTIAL_SUMS, launch, narrow, power_of_two, sum_o
 ROW_BYTES = 2048
 SLOTS_AT_ONCE = 8
 DOT_SLOTS = 8
-ZERO_ROWS, ZERO_BLOCK = 32, 128  # rows that one program looks through for unused ones; few registers
+ZERO_ROWS, ZERO_BLOCK = 16, 32  # rows that one program looks through for unused ones; a small tile: few registers
 LANE_BYTES = 512  # a warp's 16-byte accesses
 SMALL_TILE = 1024  # elements a program of what moves weights and indices
 
@@ -83,10 +83,10 @@ def combine_kernel(
 
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     if init is not None:
-        total = tl.load(init + at * init_stride + column, mask=valid[:, None] & inside, other=0).to(tl.float32)
+        total = widen(tl.load(init + at * init_stride + column, mask=valid[:, None] & inside, other=0))
     if init_more is not None:
-        more = tl.load(init_more + at * init_more_stride + column, mask=valid[:, None] & inside, other=0)
-        total = total + more.to(tl.float32)
+        second = tl.load(init_more + at * init_more_stride + column, mask=valid[:, None] & inside, other=0)
+        total = total + widen(second)
 
     for base in range(0, tl.max(last - first, axis=0), SLOTS):
         for k in tl.static_range(SLOTS):
@@ -100,17 +100,19 @@ def combine_kernel(
                 has_bias = (expert >= 0) & (expert < num_experts)
                 used = used | has_bias
             if weights is not None:
-                weight = tl.load(weights + slot, mask=live, other=0).to(tl.float32)
+                weight = widen(tl.load(weights + slot, mask=live, other=0))
                 used = used & (weight != 0)
             has_row = has_row & used
-            term = tl.load(
-                rows + row.to(tl.int64)[:, None] * rows_stride + column, mask=has_row[:, None] & inside, other=0
-            ).to(tl.float32)
+            term = widen(
+                tl.load(
+                    rows + row.to(tl.int64)[:, None] * rows_stride + column, mask=has_row[:, None] & inside, other=0
+                )
+            )
             if bias is not None:
                 has_bias = (has_bias & used)[:, None]
-                more = tl.load(
-                    bias + expert.to(tl.int64)[:, None] * hidden + column, mask=has_bias & inside, other=0
-                ).to(tl.float32)
+                more = widen(
+                    tl.load(bias + expert.to(tl.int64)[:, None] * hidden + column, mask=has_bias & inside, other=0)
+                )
                 term = tl.where(has_bias, term + more, term)
             if weights is not None:
                 term = weight[:, None] * term
@@ -173,8 +175,8 @@ def spread_kernel(
             used = named & (tl.load(slot_of_row + row, mask=named, other=-1) == slot)
             copy = value[:, None, :]
             if weights is not None:
-                weight = tl.load(weights + slot, mask=used, other=0).to(tl.float32)[:, :, None]
-                copy = narrow(weight * copy.to(tl.float32), out.dtype.element_ty)
+                weight = widen(tl.load(weights + slot, mask=used, other=0))[:, :, None]
+                copy = narrow(weight * widen(copy), out.dtype.element_ty)
             target = out + row.to(tl.int64)[:, :, None] * out_stride + column[:, None, :]
             copy = tl.broadcast_to(copy, (TOKENS, SLOTS, BLOCK))
             tl.store(target, copy, mask=used[:, :, None] & inside[:, None, :])
@@ -210,7 +212,7 @@ def dots_kernel(
             bias_at = bias + expert.to(tl.int64)[:, None] * hidden
         if out is not None:
             out_at = out + row.to(tl.int64)[:, None] * out_stride
-            weight = tl.load(weights + slot, mask=used, other=0).to(tl.float32)[:, None]
+            weight = widen(tl.load(weights + slot, mask=used, other=0))[:, None]
             written = (used & (tl.load(slot_of_row + row, mask=used, other=-1) == slot))[:, None]
 
         partial = tl.zeros((SLOTS, PARTIAL_SUMS), tl.float32)
@@ -220,14 +222,14 @@ def dots_kernel(
             further = column + PARTIAL_SUMS
             inside = used[:, None] & (column < hidden)
             inside_further = used[:, None] & (further < hidden)
-            y_near = tl.load(y_at + column, mask=inside, other=0).to(tl.float32)
-            x_near = tl.load(x_at + column, mask=inside, other=0).to(tl.float32)
-            y_far = tl.load(y_at + further, mask=inside_further, other=0).to(tl.float32)
-            x_far = tl.load(x_at + further, mask=inside_further, other=0).to(tl.float32)
+            y_near = widen(tl.load(y_at + column, mask=inside, other=0))
+            x_near = widen(tl.load(x_at + column, mask=inside, other=0))
+            y_far = widen(tl.load(y_at + further, mask=inside_further, other=0))
+            x_far = widen(tl.load(x_at + further, mask=inside_further, other=0))
             if bias is not None:
-                more = tl.load(bias_at + column, mask=inside & has_bias, other=0).to(tl.float32)
+                more = widen(tl.load(bias_at + column, mask=inside & has_bias, other=0))
                 y_near = tl.where(has_bias, y_near + more, y_near)
-                more = tl.load(bias_at + further, mask=inside_further & has_bias, other=0).to(tl.float32)
+                more = widen(tl.load(bias_at + further, mask=inside_further & has_bias, other=0))
                 y_far = tl.where(has_bias, y_far + more, y_far)
             if out is not None:
                 tl.store(out_at + column, narrow(weight * x_near, out.dtype.element_ty), mask=inside & written)
@@ -284,7 +286,7 @@ def slot_weights_backward_kernel(
         slot = first + k
         live = slot < last
         expert = tl.load(expert_of_slot + slot, mask=live, other=-1)
-        value = tl.load(grad + slot, mask=live, other=0).to(tl.float32)[:, None]
+        value = widen(tl.load(grad + slot, mask=live, other=0))[:, None]
         if ACCUMULATE:
             value = total + value
         total = tl.where((expert[:, None] == column) & live[:, None], value, total)
@@ -381,7 +383,8 @@ def combine(
     target = _target(out, rows, num_tokens, hidden, rows.dtype)
     init, init_stride = (None, 0) if init is None else _rows(init)
     init_more, init_more_stride = (None, 0) if init_more is None else _rows(init_more)
-    tokens, block = tile_rows(num_tokens, 1), _block(hidden, size)
+    block = _block(hidden, size)
+    tokens = tile_rows(num_tokens, 1, block)
     launch(
         combine_kernel, -(-num_tokens // tokens) * -(-hidden // block),
         target, rows, None if weights is None else weights.contiguous(), init, init_more,
@@ -410,14 +413,15 @@ def spread(
     x, x_stride = _rows(x)
     num_tokens, hidden = x.shape
     size = x.element_size()
-    tokens, block, zero_rows = tile_rows(num_tokens, 1), _block(hidden, size), tile_rows(num_rows, ZERO_ROWS)
+    block, zero_block = _block(hidden, size), tile_rows(4 * hidden, ZERO_BLOCK)
+    slots = _slots_at_once(num_slots, num_tokens)
+    tokens, zero_rows = tile_rows(num_tokens, 1, slots * block), tile_rows(num_rows, ZERO_ROWS, zero_block)
     programs = -(-num_tokens // tokens) * -(-hidden // block)
     launch(
         spread_kernel, programs + -(-num_rows // zero_rows),
         written, x, None if weights is None else weights.contiguous(), row_of_slot, slot_of_row, slot_offsets,
         num_tokens, _topk(num_slots, num_tokens), num_slots, num_rows, hidden, written.stride(0), x_stride, programs,
-        warps=_warps(block, size), TOKENS=tokens, BLOCK=block, SLOTS=_slots_at_once(num_slots, num_tokens),
-        ROWS=zero_rows, ZERO_BLOCK=tile_rows(4 * hidden, ZERO_BLOCK),
+        warps=_warps(block, size), TOKENS=tokens, BLOCK=block, SLOTS=slots, ROWS=zero_rows, ZERO_BLOCK=zero_block,
     )  # fmt: skip
     return _finish(target, out)
 
@@ -436,7 +440,8 @@ def _dots(
 ) -> None:
     (y, y_stride), (x, x_stride) = _rows(y), _rows(x)
     (num_rows, hidden), num_tokens, num_slots = y.shape, x.shape[0], row_of_slot.shape[0]
-    slots, zero_rows = tile_rows(num_slots, DOT_SLOTS), tile_rows(num_rows, ZERO_ROWS)
+    zero_block = tile_rows(4 * hidden, ZERO_BLOCK)
+    slots, zero_rows = tile_rows(num_slots, DOT_SLOTS, 256), tile_rows(num_rows, ZERO_ROWS, zero_block)
     programs = -(-num_slots // slots)
     launch(
         dots_kernel, programs + (0 if out is None else -(-num_rows // zero_rows)),
@@ -444,7 +449,7 @@ def _dots(
         _token_of_slot(slot_offsets, num_slots), slot_offsets, num_tokens, _topk(num_slots, num_tokens), num_slots,
         num_rows, 0 if bias is None else bias.shape[0], hidden, 0 if out is None else out.stride(0), y_stride,
         x_stride, programs,
-        warps=DOT_SLOTS, SLOTS=slots, ROWS=zero_rows, ZERO_BLOCK=tile_rows(4 * hidden, ZERO_BLOCK),
+        warps=DOT_SLOTS, SLOTS=slots, ROWS=zero_rows, ZERO_BLOCK=zero_block,
     )  # fmt: skip
 
 
@@ -521,7 +526,7 @@ def slot_weights_backward(
     num_slots = expert_of_slot.shape[0]
     target = _target(out, grad, num_tokens, num_experts, grad.dtype)
     block = tile_rows(4 * num_experts, min(power_of_two(num_experts), SMALL_TILE))
-    tokens = tile_rows(num_tokens, SMALL_TILE // block)
+    tokens = tile_rows(num_tokens, SMALL_TILE // block, block)
     launch(
         slot_weights_backward_kernel, -(-num_tokens // tokens) * -(-num_experts // block), target, grad.contiguous(),
         expert_of_slot, slot_offsets, num_tokens, _topk(num_slots, num_tokens), num_slots, num_experts,

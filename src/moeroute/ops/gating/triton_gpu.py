@@ -1,0 +1,708 @@
+"""Gating on devices: kernels, then launchers.
+
+A tile holds whole rows: the scores are made, stored and turned into integer keys in the order of the
+values; the best key is taken out k times; the weights of the chosen ones are made of their logits, whose
+scores come out with the same bits a second time. That is one launch. Rows that are too long for it, many
+slots and many groups go through memory instead, one launch for each step. Every id is range-checked
+before it is used.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeroute.ops.tiles import (
+    INTERPRETED,
+    PARTIAL_SUMS,
+    launch,
+    narrow,
+    power_of_two,
+    sum_of_partials,
+    tile_rows,
+    widen,
+)
+
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "topk_softmax": 3}
+SOFTMAX, SIGMOID, SQRTSOFTPLUS, TOPK_SOFTMAX = map(tl.constexpr, range(4))
+
+# Rows of a tile and its warps by the padded length of a row. Up to 256 elements a row stays inside a warp,
+# where a maximum takes no barrier; a thread holds 8 elements (16 for 512), or 16 bytes of a bfloat16 load,
+# and needs some 40 registers, so that an SM has some 48 warps and 24 KB of loads in flight. Beyond, the
+# rows are as few as triton-ascend's sum by pairs takes, and a thread holds 8 or 16 elements.
+TILES = {64: (16, 4), 128: (8, 4), 256: (4, 4), 512: (4, 4), 1024: (2, 8), 2048: (2, 8), 4096: (2, 16), 8192: (2, 16)}
+SHORTEST, LONGEST, LONGEST_SORTED = 64, 4096, 8192  # 8,192 with anything beside them spill registers
+FEW_SLOTS, MOST_SLOTS = 8, 32  # in a tile; a maximum for each of more slots costs more than sorting
+MOST_GROUPS = 16  # in a tile: each group is compared with each
+MOST_ELEMENTS = 2**20  # of a tile, Triton's limit; met in the interpreter only
+PIECE = 8192 if INTERPRETED else 1024  # of a row that is walked through
+
+# Keys: int32 in the order of the values.
+LOWEST = tl.constexpr(-(2**31))  # below every value's key: no expert
+MINUS_INFINITY_KEY = tl.constexpr(-2139095041)
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+NO_EXPERT = tl.constexpr(2**31 - 1)
+LOWEST_PLACE, HIGHEST_PLACE = map(tl.constexpr, (-(2**63), 2**63 - 1))
+
+VARYING = ["tokens", "k", "topk_groups", "renormalize"]  # not worth a kernel of their own
+
+
+# ---------------------------------------------------------------------------- kernels: elementary functions
+
+
+@triton.jit
+def exp(x):
+    x = tl.where(x > 89.0, 89.0, x)
+    x = tl.where(x < -104.0, -104.0, x)
+    shifted = x * 1.44269504 + 12582912.0
+    n = shifted - 12582912.0
+    r = x - n * 0.693359375
+    r = r - n * -2.12194440e-4
+    y = r * 1.9875691500e-4 + 1.3981999507e-3
+    y = y * r + 8.3334519073e-3
+    y = y * r + 4.1665795894e-2
+    y = y * r + 1.6666665459e-1
+    y = y * r + 5.0000001201e-1
+    y = (y * r) * r + r
+    y = y + 1.0
+    exponent = shifted.to(tl.int32, bitcast=True) - 0x4B400000  # bits, not a conversion: defined for NaN too
+    half = exponent >> 1
+    y = y * ((half + 127) << 23).to(tl.float32, bitcast=True)
+    return y * ((exponent - half + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sqrtsoftplus(x):
+    positive = x > 0.0
+    u = exp(tl.where(positive, 0.0 - x, x))
+    q = tl.math.div_rn(u, u + 2.0)
+    z = q * q
+    p = z * (1.0 / 15.0) + (1.0 / 13.0)
+    p = p * z + (1.0 / 11.0)
+    p = p * z + (1.0 / 9.0)
+    p = p * z + (1.0 / 7.0)
+    p = p * z + (1.0 / 5.0)
+    p = p * z + (1.0 / 3.0)
+    p = p * z
+    log1p = u - q * (u - (p + p))
+    return tl.math.sqrt_rn(tl.where(positive, x, 0.0) + log1p)
+
+
+@triton.jit
+def sqrtsoftplus_slope(s):
+    z = s * s
+    p = z * (-1.0 / 40320.0) + (1.0 / 5040.0)
+    p = p * z + (-1.0 / 720.0)
+    p = p * z + (1.0 / 120.0)
+    p = p * z + (-1.0 / 24.0)
+    p = p * z + (1.0 / 6.0)
+    p = p * z + -0.5
+    p = p * z + 1.0
+    return tl.where(z < 0.5, (s * 0.5) * p, tl.math.div_rn(1.0 - exp(0.0 - z), s + s))
+
+
+@triton.jit
+def score_of(x, top, total, SCORE: tl.constexpr):
+    """`top` and `total`, the largest logit and the sum of the row, are softmax's."""
+    if SCORE == SOFTMAX:
+        return tl.math.div_rn(exp(x - top), total)
+    elif SCORE == SIGMOID:
+        e = exp(0.0 - x)
+        return tl.math.div_rn(tl.full(e.shape, 1.0, tl.float32), e + 1.0)
+    elif SCORE == SQRTSOFTPLUS:
+        return sqrtsoftplus(x)
+    else:
+        return x
+
+
+@triton.jit
+def largest(x):
+    """[rows, n] -> [rows]: NaN is passed over."""
+    return tl.max(tl.where(x == x, x, float("-inf")), axis=1)
+
+
+@triton.jit
+def softmax_of_row(logits_row, live, num_experts, ROWS: tl.constexpr):
+    """The largest logit and the sum of the exponentials, [rows, 1] both, walking through the row twice."""
+    columns = tl.arange(0, PARTIAL_SUMS)[None, :]
+    most = tl.full((ROWS, PARTIAL_SUMS), float("-inf"), tl.float32)
+    for start in range(0, num_experts, PARTIAL_SUMS):
+        at = start + columns
+        x = widen(tl.load(logits_row + at, mask=live & (at < num_experts), other=float("-inf")))
+        most = tl.where(x > most, x, most)
+    top = tl.max(most, axis=1)[:, None]
+    partial = tl.zeros((ROWS, PARTIAL_SUMS), tl.float32)
+    for start in range(0, num_experts, PARTIAL_SUMS):
+        at = start + columns
+        x = widen(tl.load(logits_row + at, mask=live & (at < num_experts), other=float("-inf")))
+        partial = partial + exp(x - top)
+    return top, sum_of_partials(partial)[:, None]
+
+
+@triton.jit
+def add_in_order(total, x):
+    """total + x[:, 0] + x[:, 1] + ...; one addend of each sum is no zero."""
+    slot = tl.arange(0, x.shape[1])[None, :]
+    for p in tl.static_range(x.shape[1]):
+        total = total + tl.sum(tl.where(slot == p, x, 0.0), axis=1)
+    return total
+
+
+# ---------------------------------------------------------------------------- kernels: order
+
+
+@triton.jit
+def order_key(value):
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # -0 becomes +0
+    return tl.where(value == value, bits ^ ((bits >> 31) & MAGNITUDE), MAGNITUDE)
+
+
+@triton.jit
+def value_of_key(key):
+    return (key ^ ((key >> 31) & MAGNITUDE)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def two_largest(key):
+    """The largest keys along the last of three axes, which may be equal."""
+    index = tl.arange(0, key.shape[2])[None, None, :]
+    first = tl.max(key, axis=2)
+    where = tl.min(tl.where(key == first[:, :, None], index, NO_EXPERT), axis=2)
+    return first, tl.max(tl.where(index == where[:, :, None], LOWEST, key), axis=2)
+
+
+@triton.jit
+def mask_groups(key, num_groups, topk_groups, TOP2: tl.constexpr):
+    """-inf for every expert outside the best groups; key is [rows, groups, members]."""
+    if TOP2:
+        first, second = two_largest(key)
+        best = order_key(value_of_key(first) + value_of_key(second))
+    else:
+        best = tl.max(key, axis=2)
+    group = tl.arange(0, key.shape[1])
+    best = tl.where(group[None, :] < num_groups, best, LOWEST)
+    one, other = best[:, :, None], best[:, None, :]
+    before = (other > one) | ((other == one) & (group[None, None, :] < group[None, :, None]))
+    rank = tl.sum(before.to(tl.int32), axis=2)
+    kept = (rank < topk_groups)[:, :, None] | (key == LOWEST)
+    return tl.where(kept, key, MINUS_INFINITY_KEY)
+
+
+# ---------------------------------------------------------------------------- kernels: forward, a tile of rows
+
+
+@triton.jit(do_not_specialize=VARYING)
+def gating_tile(
+    weights, expert_ids, scores, logits, bias, given_ids, tokens, num_experts, k, weights_stride, ids_stride,
+    scores_stride, logits_stride, given_stride, group_size, topk_groups, renormalize, scaling, eps,
+    SCORE: tl.constexpr, GROUPS: tl.constexpr, TOP2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Everything for ROWS rows; k <= SLOTS. Each of GROUPS groups has its own BLOCK / GROUPS columns."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = (row < tokens)[:, None]
+    column = tl.arange(0, BLOCK)
+    expert, inside = column, column < num_experts
+    if GROUPS > 1:
+        MEMBERS: tl.constexpr = BLOCK // GROUPS
+        member = column % MEMBERS
+        expert = (column // MEMBERS) * group_size + member
+        inside = (member < group_size) & (expert < num_experts)
+    mask = live & inside[None, :]
+    logits_row = logits + row[:, None] * logits_stride
+
+    top, total = 0.0, 1.0
+    # Before x is loaded: behind it, the layout of the sum by pairs, a whole row in each thread, spreads to x.
+    if SCORE == SOFTMAX and (BLOCK > PARTIAL_SUMS or GROUPS > 1):
+        top, total = softmax_of_row(logits_row, live, num_experts, ROWS)
+    x = widen(tl.load(logits_row + expert[None, :], mask=mask, other=float("-inf")))
+    if SCORE == SOFTMAX and not (BLOCK > PARTIAL_SUMS or GROUPS > 1):
+        top = largest(x)[:, None]
+        total = sum_of_partials(exp(x - top))[:, None]
+    s = score_of(x, top, total, SCORE)
+    tl.store(scores + row[:, None] * scores_stride + expert[None, :], s, mask=mask)
+
+    slot = tl.arange(0, SLOTS)[None, :]
+    used = live & (slot < k)
+    if given_ids is None:
+        value = s
+        if bias is not None:
+            value = value + widen(tl.load(bias + expert, mask=inside, other=0.0))[None, :]
+        key = tl.where(mask, order_key(value), LOWEST)
+        if GROUPS > 1:
+            members = tl.reshape(key, (ROWS, GROUPS, BLOCK // GROUPS))
+            members = mask_groups(members, num_experts // group_size, topk_groups, TOP2)
+            key = tl.reshape(members, (ROWS, BLOCK))
+        bits = s.to(tl.int32, bitcast=True)
+        ids = tl.full((ROWS, SLOTS), -1, tl.int32)
+        found = tl.zeros((ROWS, SLOTS), tl.int32)
+        for p in range(k):
+            best = tl.max(key, axis=1)[:, None]
+            chosen = tl.min(tl.where(key == best, expert[None, :], NO_EXPERT), axis=1)[:, None]
+            here = expert[None, :] == chosen
+            key = tl.where(here, LOWEST, key)
+            ids = tl.where(slot == p, chosen, ids)
+            found = tl.where(slot == p, tl.max(tl.where(here, bits, LOWEST), axis=1)[:, None], found)
+        valid = used
+        w = found.to(tl.float32, bitcast=True)
+    else:
+        given = tl.load(given_ids + row[:, None] * given_stride + slot, mask=used, other=0).to(tl.int64)
+        valid = used & (given >= 0) & (given < num_experts)
+        ids = tl.where(valid, given, -1).to(tl.int32)
+        w = score_of(widen(tl.load(logits_row + ids, mask=valid, other=0.0)), top, total, SCORE)
+    tl.store(expert_ids + row[:, None] * ids_stride + slot, ids, mask=used)
+
+    none = tl.zeros((ROWS,), tl.float32)
+    if SCORE == TOPK_SOFTMAX:
+        w = exp(w - largest(tl.where(valid, w, float("-inf")))[:, None])
+        w = tl.math.div_rn(w, add_in_order(none, tl.where(valid, w, 0.0))[:, None])
+    denominator = none + 1.0
+    if renormalize:
+        denominator = add_in_order(none, tl.where(valid, w, 0.0)) + eps
+    w = tl.where(valid, tl.math.div_rn(w, denominator[:, None]) * scaling, 0.0)
+    tl.store(weights + row[:, None] * weights_stride + slot, narrow(w, weights.dtype.element_ty), mask=used)
+
+
+# ---------------------------------------------------------------------------- kernels: forward, step by step
+
+
+@triton.jit(do_not_specialize=VARYING)
+def gating_scores(
+    scores, logits, tokens, num_experts, scores_stride, logits_stride,
+    SCORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    live = row < tokens
+    logits_row = logits + row * logits_stride
+    column = tl.arange(0, BLOCK)[None, :]
+    top, total = 0.0, 1.0
+    if SCORE == SOFTMAX:
+        top, total = softmax_of_row(logits_row, live, num_experts, ROWS)
+    for start in range(0, num_experts, BLOCK):
+        at = start + column
+        mask = live & (at < num_experts)
+        x = widen(tl.load(logits_row + at, mask=mask, other=0.0))
+        tl.store(scores + row * scores_stride + at, score_of(x, top, total, SCORE), mask=mask)
+
+
+@triton.jit
+def keys_of_row(values_row, bias, groups_row, last_group, live, at, inside, group_size):
+    """The keys of the values `at` of each row; with values of groups, of which those that are not after the
+    last chosen one stay."""
+    mask = live & inside
+    value = tl.load(values_row + at, mask=mask, other=0.0)
+    if bias is not None:
+        value = value + widen(tl.load(bias + at, mask=inside, other=0.0))
+    key = order_key(value)
+    if groups_row is not None:
+        last = tl.load(last_group, mask=live, other=0)
+        limit = order_key(tl.load(groups_row + last, mask=live, other=0.0))
+        group = at // group_size
+        mine = order_key(tl.load(groups_row + group, mask=mask, other=0.0))
+        key = tl.where((mine > limit) | ((mine == limit) & (group <= last)), key, MINUS_INFINITY_KEY)
+    return tl.where(mask, key, LOWEST)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def gating_groups(
+    group_values, scores, bias, tokens, num_experts, scores_stride, group_size,
+    TOP2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The value of each group of each row. A row of the tile is a group."""
+    num_groups = num_experts // group_size
+    item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, group = (item // num_groups)[:, None], (item % num_groups)[:, None]
+    first = tl.full((ROWS,), LOWEST, tl.int32)
+    second = first
+    for start in range(0, group_size, BLOCK):
+        member = start + tl.arange(0, BLOCK)[None, :]
+        at = group * group_size + member
+        inside = (row < tokens) & (member < group_size)
+        key = keys_of_row(scores + row * scores_stride, bias, None, None, row < tokens, at, inside, group_size)
+        a, b = two_largest(tl.reshape(key, (ROWS, 1, BLOCK)))
+        a, b = tl.reshape(a, (ROWS,)), tl.reshape(b, (ROWS,))
+        second = tl.maximum(tl.minimum(first, a), tl.maximum(second, b))
+        first = tl.maximum(first, a)
+    value = value_of_key(first)
+    if TOP2:
+        value = value + value_of_key(second)
+    tl.store(group_values + item, value, mask=item // num_groups < tokens)
+
+
+@triton.jit
+def merge_step(x, INNER: tl.constexpr, STEP: tl.constexpr):
+    """Orders elements INNER apart: downwards in even runs of 2^STEP pairs of blocks, upwards in odd ones."""
+    rows: tl.constexpr = x.shape[0]
+    n: tl.constexpr = x.shape[1]
+    blocks: tl.constexpr = n // (2 * INNER)
+    pairs = tl.reshape(x, (rows * blocks, 2, INNER))
+    run = (tl.arange(0, rows * blocks) % blocks) >> STEP
+    down = ((run & 1) == 0)[:, None, None]
+    other = tl.sum(pairs, axis=1)[:, None, :] - pairs  # exact: integers wrap around
+    first = (tl.arange(0, 2)[None, :, None] == 0) == down
+    return tl.reshape(tl.where((pairs > other) == first, pairs, other), (rows, n))
+
+
+@triton.jit
+def sort_descending(x, LOG2: tl.constexpr):
+    """Each row of [rows, 2^LOG2], by bitonic merges; the last run is the row, downwards.
+
+    Not tl.sort, which takes Triton's interpreter 25 s for a row of 8,192.
+    """
+    for size in tl.static_range(LOG2):
+        for step in tl.static_range(size + 1):
+            x = merge_step(x, 2 ** (size - step), step)
+    return x
+
+
+@triton.jit(do_not_specialize=VARYING)
+def gating_sort(
+    chosen, values, bias, group_values, groups, tokens, count, k, topk_groups, chosen_stride, values_stride,
+    group_size, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOG2: tl.constexpr,
+):  # fmt: skip
+    """The k best of up to BLOCK values of each row."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    live = row < tokens
+    column = tl.arange(0, BLOCK)[None, :]
+    groups_row, last_group = None, None
+    if group_values is not None:
+        groups_row = group_values + row * (count // group_size)
+        last_group = groups + row * topk_groups + (topk_groups - 1)
+    key = keys_of_row(
+        values + row * values_stride, bias, groups_row, last_group, live, column, column < count, group_size
+    )
+    place = sort_descending((key.to(tl.int64) << 32) | (column ^ NO_EXPERT).to(tl.int64), LOG2)
+    index = place.to(tl.int32) ^ NO_EXPERT
+    tl.store(chosen + row * chosen_stride + column, index, mask=live & (column < k))
+
+
+@triton.jit(do_not_specialize=VARYING)
+def gating_search(
+    chosen, values, bias, group_values, groups, tokens, count, k, topk_groups, chosen_stride, values_stride,
+    group_size, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for rows of any length: each round looks for the best place after the last one."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    live = row < tokens
+    column = tl.arange(0, BLOCK)[None, :]
+    groups_row, last_group = None, None
+    if group_values is not None:
+        groups_row = group_values + row * (count // group_size)
+        last_group = groups + row * topk_groups + (topk_groups - 1)
+    values_row = values + row * values_stride
+    last = tl.full((ROWS,), HIGHEST_PLACE, tl.int64)
+    for p in range(k):
+        best = tl.full((ROWS, BLOCK), LOWEST_PLACE, tl.int64)
+        for start in range(0, count, BLOCK):
+            at = start + column
+            key = keys_of_row(values_row, bias, groups_row, last_group, live, at, at < count, group_size)
+            place = (key.to(tl.int64) << 32) | (at ^ NO_EXPERT).to(tl.int64)
+            best = tl.where((place > best) & (place < last[:, None]), place, best)
+        last = tl.max(best, axis=1)
+        index = last[:, None].to(tl.int32) ^ NO_EXPERT
+        tl.store(chosen + row * chosen_stride + p, index, mask=live)
+
+
+# ---------------------------------------------------------------------------- kernels: slots, a few at a time
+
+
+@triton.jit
+def load_slots(scores_row, ids_row, slot, used, num_experts):
+    """The expert of each slot, -1 for none; where there is one; its score."""
+    e = tl.load(ids_row + slot, mask=used, other=0).to(tl.int64)
+    valid = used & (e >= 0) & (e < num_experts)
+    s = tl.load(scores_row + e, mask=valid, other=0.0)
+    return tl.where(valid, e, -1).to(tl.int32), valid, s
+
+
+@triton.jit
+def softmax_over_slots(scores_row, ids_row, live, num_experts, k, ROWS: tl.constexpr, SLOTS: tl.constexpr):
+    """The largest chosen logit, and the sum of the exponentials."""
+    slots = tl.arange(0, SLOTS)[None, :]
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    for start in range(0, k, SLOTS):
+        slot = start + slots
+        _, valid, x = load_slots(scores_row, ids_row, slot, live & (slot < k), num_experts)
+        most = largest(tl.where(valid, x, float("-inf")))
+        top = tl.where(most > top, most, top)
+    total = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, k, SLOTS):
+        slot = start + slots
+        _, valid, x = load_slots(scores_row, ids_row, slot, live & (slot < k), num_experts)
+        total = add_in_order(total, tl.where(valid, exp(x - top[:, None]), 0.0))
+    return top[:, None], total[:, None]
+
+
+@triton.jit
+def weight_of(s, top, total, SCORE: tl.constexpr):
+    """What is renormalised and scaled: the score, or the softmax over the chosen logits."""
+    if SCORE == TOPK_SOFTMAX:
+        return tl.math.div_rn(exp(s - top), total)
+    else:
+        return s
+
+
+@triton.jit
+def sum_of_weights(
+    scores_row, ids_row, live, num_experts, k, top, total,
+    SCORE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    found = tl.zeros((ROWS,), tl.float32)
+    for start in range(0, k, SLOTS):
+        slot = start + tl.arange(0, SLOTS)[None, :]
+        _, valid, s = load_slots(scores_row, ids_row, slot, live & (slot < k), num_experts)
+        found = add_in_order(found, tl.where(valid, weight_of(s, top, total, SCORE), 0.0))
+    return found[:, None]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def gating_weights(
+    weights, expert_ids, scores, ids, tokens, num_experts, k, weights_stride, expert_ids_stride, scores_stride,
+    ids_stride, renormalize, scaling, eps, SCORE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The weights of chosen or given `ids`, which may be the `expert_ids` themselves."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    live = row < tokens
+    scores_row, ids_row = scores + row * scores_stride, ids + row * ids_stride
+    top, total = 0.0, 1.0
+    if SCORE == TOPK_SOFTMAX:
+        top, total = softmax_over_slots(scores_row, ids_row, live, num_experts, k, ROWS, SLOTS)
+    denominator = tl.full((ROWS, 1), 1.0, tl.float32)
+    if renormalize:
+        denominator = eps + sum_of_weights(scores_row, ids_row, live, num_experts, k, top, total, SCORE, ROWS, SLOTS)
+    for start in range(0, k, SLOTS):
+        slot = start + tl.arange(0, SLOTS)[None, :]
+        used = live & (slot < k)
+        e, valid, s = load_slots(scores_row, ids_row, slot, used, num_experts)
+        w = tl.math.div_rn(weight_of(s, top, total, SCORE), denominator)
+        w = tl.where(valid, w * scaling, 0.0)
+        tl.store(expert_ids + row * expert_ids_stride + slot, e, mask=used)
+        tl.store(weights + row * weights_stride + slot, narrow(w, weights.dtype.element_ty), mask=used)
+
+
+# ---------------------------------------------------------------------------- kernels: backward
+
+
+@triton.jit(do_not_specialize=VARYING)
+def gating_backward(
+    out, scores, grad_weights, ids, grad_scores, tokens, num_experts, k, out_stride, scores_stride,
+    grad_weights_stride, ids_stride, grad_scores_stride, renormalize, scaling, eps,
+    SCORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The slots of ROWS rows, SLOTS at a time; then the rows themselves, BLOCK elements at a time."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    live = row < tokens
+    scores_row, ids_row = scores + row * scores_stride, ids + row * ids_stride
+    grad_row = grad_weights + row * grad_weights_stride
+    slots, columns = tl.arange(0, SLOTS)[None, :], tl.arange(0, BLOCK)[None, :]
+
+    top, total = 0.0, 1.0
+    if SCORE == TOPK_SOFTMAX:
+        top, total = softmax_over_slots(scores_row, ids_row, live, num_experts, k, ROWS, SLOTS)
+    denominator = tl.full((ROWS, 1), 1.0, tl.float32)
+    beta = tl.zeros((ROWS, 1), tl.float32)
+    if renormalize:
+        denominator = eps + sum_of_weights(scores_row, ids_row, live, num_experts, k, top, total, SCORE, ROWS, SLOTS)
+        found = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, k, SLOTS):
+            slot = start + slots
+            used = live & (slot < k)
+            e, valid, s = load_slots(scores_row, ids_row, slot, used, num_experts)
+            g = widen(tl.load(grad_row + slot, mask=used, other=0.0)) * scaling
+            share = tl.math.div_rn(weight_of(s, top, total, SCORE), denominator)
+            found = add_in_order(found, tl.where(valid, share * g, 0.0))
+        beta = found[:, None]
+    gamma = tl.zeros((ROWS, 1), tl.float32)
+    if SCORE == SOFTMAX or SCORE == TOPK_SOFTMAX:  # noqa: SIM109  Triton knows no `in`
+        found = tl.zeros((ROWS,), tl.float32)
+        for start in range(0, k, SLOTS):
+            slot = start + slots
+            used = live & (slot < k)
+            e, valid, s = load_slots(scores_row, ids_row, slot, used, num_experts)
+            g = widen(tl.load(grad_row + slot, mask=used, other=0.0)) * scaling
+            g = tl.math.div_rn(g - beta, denominator)
+            found = add_in_order(found, tl.where(valid, weight_of(s, top, total, SCORE) * g, 0.0))
+        gamma = found[:, None]
+    slots_gamma = gamma
+    if SCORE == SOFTMAX and grad_scores is not None:
+        WIDTH: tl.constexpr = BLOCK if BLOCK < PARTIAL_SUMS else PARTIAL_SUMS
+        partial = tl.zeros((ROWS, WIDTH), tl.float32)
+        for start in range(0, num_experts, WIDTH):
+            at = start + tl.arange(0, WIDTH)[None, :]
+            mask = live & (at < num_experts)
+            d = tl.load(grad_scores + row * grad_scores_stride + at, mask=mask, other=0.0)
+            partial = partial + tl.load(scores_row + at, mask=mask, other=0.0) * d
+        gamma = gamma + sum_of_partials(partial)[:, None]
+
+    for first in range(0, num_experts, BLOCK):
+        at = first + columns
+        mask = live & (at < num_experts)
+        grad = tl.zeros((ROWS, BLOCK), tl.float32)
+        for start in range(0, k, SLOTS):
+            slot = start + slots
+            used = live & (slot < k)
+            e, valid, s = load_slots(scores_row, ids_row, slot, used, num_experts)
+            g = widen(tl.load(grad_row + slot, mask=used, other=0.0)) * scaling
+            g = tl.math.div_rn(g - beta, denominator)
+            if SCORE == TOPK_SOFTMAX:
+                g = weight_of(s, top, total, SCORE) * (g - slots_gamma)
+            g = tl.where(valid, g, 0.0)
+            for p in range(tl.minimum(k - start, SLOTS)):
+                here = at == tl.sum(tl.where(slots == p, e, 0), axis=1)[:, None]
+                grad = tl.where(here, grad + tl.sum(tl.where(slots == p, g, 0.0), axis=1)[:, None], grad)
+        if grad_scores is not None:
+            grad = grad + tl.load(grad_scores + row * grad_scores_stride + at, mask=mask, other=0.0)
+        s = tl.load(scores_row + at, mask=mask, other=0.0)
+        if SCORE == SOFTMAX:
+            grad = s * (grad - gamma)
+        elif SCORE == SIGMOID:
+            grad = (s * (1.0 - s)) * grad
+        elif SCORE == SQRTSOFTPLUS:
+            grad = sqrtsoftplus_slope(s) * grad
+        tl.store(out + row * out_stride + at, narrow(grad, out.dtype.element_ty), mask=mask)
+
+
+# ---------------------------------------------------------------------------- launchers
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tensor itself where its rows are contiguous, whatever their distance; else a copy."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+
+
+def _tile(tokens: int, length: int, share: int = 1) -> dict[str, int]:
+    """What `launch` wants to know for tiles with rows of this length, or with pieces of longer ones."""
+    rows, warps = TILES[length]
+    rows //= share
+    most = MOST_ELEMENTS // max(length, PARTIAL_SUMS.value)
+    return {"warps": warps, "ROWS": min(tile_rows(tokens, rows), most), "BLOCK": length}
+
+
+def _programs(items: int, tile: dict[str, int]) -> int:
+    return -(-items // tile["ROWS"])
+
+
+def _slots(k: int) -> int:
+    return FEW_SLOTS if k <= FEW_SLOTS else MOST_SLOTS
+
+
+def gating_topk(
+    logits: Tensor,
+    bias: Tensor | None,
+    expert_ids: Tensor | None,
+    k: int,
+    score: str,
+    num_groups: int,
+    topk_groups: int,
+    group_score: str,
+    renormalize: bool,
+    scaling_factor: float,
+    eps: float,
+    weights_dtype: torch.dtype,
+    out: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, num_experts = logits.shape
+    if out is None:
+        weights = torch.empty((tokens, k), dtype=weights_dtype, device=logits.device)
+        ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
+        scores = torch.empty((tokens, num_experts), dtype=torch.float32, device=logits.device)
+    else:
+        weights, ids, scores = out
+    logits = _rows(logits)
+    if bias is not None and (bias.dtype is torch.float64 or not bias.is_contiguous()):
+        bias = bias.to(torch.float32).contiguous()
+    if expert_ids is not None:
+        expert_ids = _rows(expert_ids)
+    group_size = num_experts // num_groups
+    groups, length = 1, power_of_two(num_experts)
+    if topk_groups < num_groups and expert_ids is None:
+        groups = power_of_two(num_groups)
+        length = groups * power_of_two(group_size)
+    length = max(length, SHORTEST)
+    if length <= LONGEST and groups <= MOST_GROUPS and k <= MOST_SLOTS:
+        tile = _tile(tokens, length)
+        launch(
+            gating_tile, _programs(tokens, tile), weights, ids, scores, logits, bias, expert_ids, tokens, num_experts,
+            k, weights.stride(0), ids.stride(0), scores.stride(0), logits.stride(0),
+            0 if expert_ids is None else expert_ids.stride(0), group_size, topk_groups, int(renormalize),
+            scaling_factor, eps, SCORE=SCORES[score], GROUPS=groups, TOP2=group_score == "top2_sum", SLOTS=_slots(k),
+            **tile,
+        )  # fmt: skip
+        return weights, ids, scores
+    tile = _tile(tokens, PIECE)
+    launch(
+        gating_scores, _programs(tokens, tile), scores, logits, tokens, num_experts, scores.stride(0),
+        logits.stride(0), SCORE=SCORES[score], **tile,
+    )  # fmt: skip
+    if expert_ids is None:
+        group_values = best_groups = None
+        if groups > 1:
+            group_values = torch.empty((tokens, num_groups), dtype=torch.float32, device=logits.device)
+            best_groups = torch.empty((tokens, topk_groups), dtype=torch.int32, device=logits.device)
+            tile = _tile(tokens * num_groups, min(max(power_of_two(group_size), SHORTEST), PIECE))
+            launch(
+                gating_groups, _programs(tokens * num_groups, tile), group_values, scores, bias, tokens, num_experts,
+                scores.stride(0), group_size, TOP2=group_score == "top2_sum", **tile,
+            )  # fmt: skip
+            _select(best_groups, group_values, None, None, None, 1)
+        _select(ids, scores, bias, group_values, best_groups, group_size)
+    source = ids if expert_ids is None else expert_ids
+    tile = _tile(tokens, SHORTEST)
+    launch(
+        gating_weights, _programs(tokens, tile), weights, ids, scores, source, tokens, num_experts, k,
+        weights.stride(0), ids.stride(0), scores.stride(0), source.stride(0), int(renormalize), scaling_factor, eps,
+        SCORE=SCORES[score], ROWS=tile["ROWS"], SLOTS=_slots(k), warps=tile["warps"],
+    )  # fmt: skip
+    return weights, ids, scores
+
+
+def _select(
+    chosen: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    group_values: Tensor | None,
+    groups: Tensor | None,
+    group_size: int,
+) -> None:
+    """The indices of the best values of each row, as many as `chosen` has room for."""
+    (tokens, k), count = chosen.shape, values.shape[1]
+    length = max(power_of_two(count), SHORTEST)
+    shared = (
+        chosen, values, bias, group_values, groups, tokens, count, k, 0 if groups is None else groups.shape[1],
+        chosen.stride(0), values.stride(0), group_size,
+    )  # fmt: skip
+    if length <= (LONGEST_SORTED if groups is None and k > MOST_SLOTS else LONGEST):
+        tile = _tile(tokens, length, share=2)  # keys of 8 bytes
+        launch(gating_sort, _programs(tokens, tile), *shared, LOG2=length.bit_length() - 1, **tile)
+    else:
+        tile = _tile(tokens, PIECE)
+        launch(gating_search, _programs(tokens, tile), *shared, **tile)
+
+
+def gating_topk_backward(
+    scores: Tensor,
+    grad_weights: Tensor,
+    expert_ids: Tensor,
+    grad_scores: Tensor | None,
+    score: str,
+    renormalize: bool,
+    scaling_factor: float,
+    eps: float,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:
+    tokens, num_experts = scores.shape
+    k = expert_ids.shape[1]
+    if out is None:
+        out = torch.empty((tokens, num_experts), dtype=out_dtype, device=scores.device)
+    scores, grad_weights, expert_ids = _rows(scores), _rows(grad_weights), _rows(expert_ids)
+    if grad_scores is not None:
+        grad_scores = _rows(grad_scores)
+    tile = _tile(tokens, min(max(power_of_two(num_experts), SHORTEST), PIECE))
+    launch(
+        gating_backward, _programs(tokens, tile), out, scores, grad_weights, expert_ids, grad_scores, tokens,
+        num_experts, k, out.stride(0), scores.stride(0), grad_weights.stride(0), expert_ids.stride(0),
+        0 if grad_scores is None else grad_scores.stride(0), int(renormalize), scaling_factor, eps,
+        SCORE=SCORES[score], SLOTS=_slots(k), **tile,
+    )  # fmt: skip
+    return out

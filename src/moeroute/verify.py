@@ -1,0 +1,272 @@
+"""`moeroute verify`: every operator, dtype and mode on a backend, bit by bit against the reference.
+
+A check is a name and a function of (backend, device) whose result comes back to the CPU. Inputs are
+made on the CPU from a seed, so all devices get the same ones: small, with odd sizes, ties, NaN,
+infinities, denormal numbers, empty slots and ids of nobody.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moeroute
+from moeroute import backend as backends
+from moeroute.testing import assert_same_bits
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CPU = torch.device("cpu")
+Run = Callable[[str | None, torch.device], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    name: str
+    run: Run
+
+
+def to(value: Any, device: torch.device | str) -> Any:
+    """Tensors, and what holds them, on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple | list):
+        return tuple(to(part, device) for part in value)
+    if isinstance(value, dict):
+        return {name: to(part, device) for name, part in value.items()}
+    if isinstance(value, moeroute.RoutingPlan):
+        fields = {field.name: to(getattr(value, field.name), device) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def _check(name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Check:
+    """The function on the device's copies of its arguments."""
+
+    def run(backend: str | None, device: torch.device) -> Any:
+        found = function(*to(arguments, device), **to(options, device), backend=backend)
+        return to(found, "cpu")
+
+    return Check(name, run)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _spoil(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Some of the values become ties, zeros of both signs, denormal numbers, infinities and NaN."""
+    odd = torch.tensor([0.0, -0.0, 1e-40, -1e-39, torch.inf, -torch.inf, torch.nan, 0.5, 0.5, 65504.0])
+    picked = odd[torch.randint(len(odd), values.shape, generator=generator)]
+    return torch.where(torch.rand(values.shape, generator=generator) < 0.06, picked.to(values.dtype), values)
+
+
+# ---------------------------------------------------------------------------- gating
+
+
+def gating_checks(num_tokens: int, seed: int) -> Iterator[Check]:
+    generator = torch.Generator().manual_seed(seed)
+    modes: tuple[dict[str, Any], ...] = (
+        {"score": "softmax"},
+        {"score": "softmax", "renormalize": True, "scaling_factor": 1.5},
+        {"score": "sigmoid", "scaling_factor": 2.5},
+        {"score": "sigmoid", "renormalize": False},
+        {"score": "sqrtsoftplus", "eps": 1e-3},
+        {"score": "topk_softmax"},
+    )
+    # Many slots are tried with the scores that differ most.
+    sizes = ((12, 3, 1, None), (64, 8, 8, 4), (300, 8, 1, None))
+    many = tuple(itertools.product(modes[1:4:2] + modes[5:], ((40, 40, 1, None), (1025, 34, 5, 2))))
+    cases = (*itertools.product(modes, sizes), *many)
+    for number, (mode, (experts, k, groups, kept)) in enumerate(cases):
+        for dtype in DTYPES if (experts, mode["score"]) == (12, "sigmoid") else (DTYPES[number % 3],):
+            logits = torch.randn(num_tokens, experts, generator=generator)
+            logits[0] = 0.25  # a row of ties
+            logits = _spoil(logits, generator).to(dtype)
+            options = {**mode, "num_groups": groups, "topk_groups": kept}
+            if dtype is not torch.float16:
+                options["bias"] = torch.randn(experts, generator=generator) * 0.1
+            if dtype is torch.bfloat16:
+                options["group_score"], options["weights_dtype"] = "top2_sum", dtype
+            name = f"{mode['score']} E={experts} k={k} {_short(dtype)} {mode}"
+            yield _check(f"gating_topk {name}", moeroute.gating_topk, logits, k, **options)
+            ids = torch.randint(-1, experts + 1, (num_tokens, k), generator=generator)
+            yield _check(f"gating_topk, given ids {name}", moeroute.gating_topk, logits, k, **mode, expert_ids=ids)
+            yield _gradient_check(name, logits, ids, mode, generator)
+
+
+def _gradient_check(name: str, logits: Tensor, ids: Tensor, mode: dict[str, Any], generator: torch.Generator) -> Check:
+    """The backward through autograd, of the weights and the scores, and the plain function."""
+    grad_weights = torch.randn(ids.shape, generator=generator)
+    grad_scores = torch.randn(logits.shape, generator=generator)
+    flags = {
+        "score": mode["score"],
+        "renormalize": mode.get("renormalize", mode["score"] in ("sigmoid", "sqrtsoftplus")),
+    }
+    scaling = mode.get("scaling_factor", 1.0)
+
+    def run(backend: str | None, device: torch.device) -> Any:
+        leaf = logits.to(device).requires_grad_()
+        given = ids.to(device)
+        found = moeroute.gating_topk(leaf, ids.shape[1], **mode, expert_ids=given, backend=backend)
+        both = (grad_weights.to(device), grad_scores.to(device))
+        through = torch.autograd.grad((found.weights, found.scores), leaf, both)[0]
+        plain = moeroute.gating_topk_backward(
+            found.scores.detach(), both[0], given, **flags, scaling_factor=scaling, out_dtype=logits.dtype,
+            backend=backend,
+        )  # fmt: skip
+        return to((through, plain), "cpu")
+
+    return Check(f"gating_topk_backward {name}", run)
+
+
+# ---------------------------------------------------------------------------- plans
+
+
+def plan_checks(num_tokens: int, experts: int, topk: int, seed: int) -> Iterator[Check]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, experts + 1, (num_tokens, topk), generator=generator)
+    ids[0, :] = 2**40  # nobody's
+    weights = _spoil(torch.rand(num_tokens, topk, generator=generator), generator)
+    capacity = max(num_tokens * topk // experts, 1)
+    by_ids: tuple[dict[str, Any], ...] = (
+        {},
+        {"expert_range": (1, experts - 1)},
+        {"capacity": capacity},
+        {"capacity": capacity, "drop": "weight", "weights": weights},
+        {"capacity": capacity, "pad_to_capacity": True},
+        {"align": 8},
+        {"num_rows": num_tokens * topk},
+        {"num_rows": num_tokens, "align": 4, "expert_range": (0, experts - 2)},
+    )
+    for options in by_ids:
+        shown = {name: "..." if isinstance(value, Tensor) else value for name, value in options.items()}
+        yield _check(f"plan_from_expert_ids {shown}", moeroute.plan_from_expert_ids, ids, experts, **options)
+    yield _check("plan_from_expert_ids int8", moeroute.plan_from_expert_ids, ids.clamp(-1, 99).to(torch.int8), experts)
+    huge = torch.where(ids >= 0, ids * 2**33 + 5, ids)
+    for size in (None, num_tokens):
+        yield _check(
+            f"plan_from_expert_ids any id, {size} rows", moeroute.plan_from_expert_ids, huge, None, num_rows=size
+        )
+
+    routing_map = torch.rand(num_tokens, experts, generator=generator) < topk / experts
+    routing_map[1] = False
+    map_weights = _spoil(torch.rand(num_tokens, experts, generator=generator), generator)
+    by_map: tuple[dict[str, Any], ...] = (
+        {},
+        {"topk": topk},
+        {"capacity": capacity, "fill": True},
+        {"capacity": capacity, "drop": "weight", "weights": map_weights},
+        {"capacity": capacity, "pad_to_capacity": True, "topk": topk},
+        {"align": 4, "expert_range": (1, experts)},
+        {"num_rows": num_tokens},
+    )
+    for options in by_map:
+        shown = {name: "..." if isinstance(value, Tensor) else value for name, value in options.items()}
+        yield _check(f"plan_from_routing_map {shown}", moeroute.plan_from_routing_map, routing_map, **options)
+    yield _check("plan_from_routing_map uint8", moeroute.plan_from_routing_map, routing_map.to(torch.uint8))
+
+    rows = torch.randint(-3, num_tokens * topk + 3, (num_tokens, topk), generator=generator)
+    yield _check("plan_from_row_of_slot", moeroute.plan_from_row_of_slot, rows, num_tokens, num_tokens, first_row=2)
+    token_ids = torch.randint(-2, num_tokens + 2, (num_tokens * 2,), generator=generator)
+    yield _check("plan_from_token_ids", moeroute.plan_from_token_ids, token_ids, num_tokens)
+    places = torch.randperm(num_tokens * 2, generator=generator)
+    yield _check(
+        "plan_from_token_ids rows", moeroute.plan_from_token_ids, token_ids, num_tokens, rows=places,
+        num_rows=num_tokens * 2, num_experts=2,
+    )  # fmt: skip
+    lengths = torch.randint(0, 5, (3, experts), generator=generator)
+    yield _check("plan_from_segments", moeroute.plan_from_segments, lengths, int(lengths.sum()))
+
+
+# ---------------------------------------------------------------------------- rows
+
+
+def row_checks(num_tokens: int, experts: int, topk: int, hidden: int, seed: int) -> Iterator[Check]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(num_tokens, experts, generator=generator).topk(topk).indices
+    ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
+    routing_map = torch.rand(num_tokens, experts, generator=generator) < topk / experts
+    shared = torch.randint(-1, num_tokens, (num_tokens, topk), generator=generator)
+    plans = {
+        "ids": moeroute.plan_from_expert_ids(ids, experts, align=4, backend="reference"),
+        "map": moeroute.plan_from_routing_map(routing_map, backend="reference"),
+        "table": moeroute.plan_from_routing_map(routing_map, topk=topk, backend="reference"),
+        "fill": moeroute.plan_from_routing_map(routing_map, capacity=topk, fill=True, backend="reference"),
+        "shared rows": moeroute.plan_from_row_of_slot(shared, num_tokens, num_tokens, backend="reference"),
+    }
+    for (which, plan), dtype in itertools.product(plans.items(), DTYPES):
+        tokens = _spoil(torch.randn(num_tokens, hidden, generator=generator), generator).to(dtype)
+        # A view whose rows are far apart, and one whose elements are.
+        rows = _spoil(torch.randn(plan.num_rows, 2 * hidden, generator=generator), generator).to(dtype)[:, :hidden]
+        grad = _spoil(torch.randn(hidden, num_tokens, generator=generator), generator).to(dtype).t()
+        by_expert = plan.expert_of_slot is not None and which != "shared rows"
+        shape = (num_tokens, experts) if by_expert else (num_tokens, topk)
+        name = f"{which} {_short(dtype)}"
+        yield _check(f"permute {name}", moeroute.permute, tokens, plan)
+        yield _check(f"permute_backward {name}", moeroute.permute_backward, rows, plan)
+        yield _check(f"unpermute {name}", moeroute.unpermute, rows, plan)
+        for kind in DTYPES:
+            weights = torch.randn(shape, generator=generator)
+            weights[torch.rand(shape, generator=generator) < 0.1] = 0.0
+            weights = weights.to(kind)
+            both = f"{name}, weights {_short(kind)}"
+            yield _check(f"permute {both}", moeroute.permute, tokens, plan, weights)
+            yield _check(f"unpermute {both}", moeroute.unpermute, rows, plan, weights)
+            yield _check(f"permute_weights {both}", moeroute.permute_weights, weights, plan)
+            yield _check(f"unpermute_backward {both}", moeroute.unpermute_backward, grad, rows, plan, weights)
+            row_grads = torch.randn(plan.num_rows, generator=generator).to(kind)
+            yield _check(f"permute_weights_backward {both}", moeroute.permute_weights_backward, row_grads, plan)
+        slots = torch.randn(plan.num_slots, generator=generator)
+        yield _check(f"combine init {name}", moeroute.combine, rows, plan, slots, init=grad)
+        yield _check(f"row_dots {name}", moeroute.row_dots, rows, grad, plan)
+        if by_expert:
+            bias = torch.randn(experts, hidden, generator=generator).to(dtype)
+            pair = (grad, tokens)
+            yield _check(f"combine pair, bias {name}", moeroute.combine, rows, plan, slots, init=pair, bias=bias)
+            yield _check(f"row_dots bias {name}", moeroute.row_dots, rows, grad, plan, bias=bias)
+    integers = torch.randint(-(2**31), 2**31 - 1, (num_tokens, hidden), generator=generator)
+    for integer in (torch.int8, torch.int16, torch.int32, torch.int64):
+        yield _check(f"permute {_short(integer)}", moeroute.permute, integers.to(integer), plans["map"])
+
+
+# ---------------------------------------------------------------------------- all
+
+
+def checks(seed: int = 0) -> Iterator[Check]:
+    yield from gating_checks(19, seed)
+    yield from plan_checks(37, 12, 3, seed)
+    yield from plan_checks(300, 130, 6, seed)
+    yield from row_checks(23, 12, 3, 331, seed)
+    yield from row_checks(9, 5, 2, 2048, seed)
+
+
+def can_run(backend: str, device: torch.device) -> bool:
+    """Whether there is something to compare: the reference on the CPU is the measure."""
+    if backend == "reference" and device.type == "cpu":
+        return False
+    try:
+        backends.choose("moeroute.verify", backend, device)
+    except ValueError:
+        return False
+    return True
+
+
+def run(places: Sequence[tuple[str, torch.device]], only: str = "", seed: int = 0) -> tuple[int, list[str]]:
+    """How many checks (whose name contains `only`) were made on each backend and device, and what differed."""
+    count, failures = 0, []
+    for check in checks(seed):
+        if only not in check.name:
+            continue
+        count += 1
+        expected = check.run("reference", CPU)
+        for backend, device in places:
+            try:
+                assert_same_bits(check.run(backend, device), expected, check.name)
+            except AssertionError as error:
+                failures.append(f"{backend} on {device}: {error}")
+            except Exception as error:  # a kernel that does not compile or run: the others are still worth knowing
+                failures.append(f"{backend} on {device}: {check.name}: {type(error).__name__}: {error}")
+    return count, failures

@@ -1,0 +1,10 @@
+"""What several test files draw."""
+
+from hypothesis import strategies as st
+
+from moeroute import backend as backends
+
+AVAILABLE = tuple(name for name in backends.NAMES if backends.unavailable(name) is None)
+
+# All backends of a drawn example. Triton's interpreter takes some 10 ms a program: it joins every tenth example.
+BACKENDS = st.sampled_from([tuple(name for name in AVAILABLE if name != "triton")] * 9 + [AVAILABLE])

@@ -862,7 +862,7 @@ def guarded(tensor: Tensor) -> Tensor:
 
 @pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="guard pages need mprotect")
 @pytest.mark.parametrize("hidden", (1, 3, 63, 64, 65, 257))
-def test_b52_nothing_behind_the_last_element_is_touched(hidden: int) -> None:
+def test_b52_nothing_behind_the_last_element_is_touched(backend: str, hidden: int) -> None:
     """Weights of the wrong length were read beyond their end. Every tensor here ends at a forbidden page."""
     generator = torch.Generator().manual_seed(hidden)
     made = plan_of([[2, 0, -1], [1, 0, 2], [0, 2, 1]], 3)
@@ -880,15 +880,15 @@ def test_b52_nothing_behind_the_last_element_is_touched(hidden: int) -> None:
         out_x, out_rows, out_weights = guarded(x), guarded(rows), guarded(weights)
         for w, far in ((None, None), (weights.flatten(), far_weights.flatten())):
             assert_same_bits(
-                moeroute.spread(far_x, plan, far, out=out_rows, backend="cpu"),
+                moeroute.spread(far_x, plan, far, out=out_rows, backend=backend),
                 moeroute.spread(x, made, w, backend="reference"),
             )
             assert_same_bits(
-                moeroute.combine(far_rows, plan, far, out=out_x, backend="cpu"),
+                moeroute.combine(far_rows, plan, far, out=out_x, backend=backend),
                 moeroute.combine(rows, made, w, backend="reference"),
             )
         assert_same_bits(
-            moeroute.unpermute_backward(far_x, far_rows, plan, far_weights, out=(out_rows, out_weights), backend="cpu"),
+            moeroute.unpermute_backward(far_x, far_rows, plan, far_weights, out=(out_rows, out_weights), backend=backend),
             moeroute.unpermute_backward(x, rows, made, weights, backend="reference"),
         )
 

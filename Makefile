@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-large lint bench aclnn clean
+.PHONY: demo test test-large lint bench aclnn gpu-check kernels ascend-check clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,18 @@ bench: $(VENV)/ready
 # Headers and libraries for C and C++ programs, into build/aclnn.
 aclnn: $(VENV)/ready
 	$(BIN)/moeroute aclnn build $(ARGS)
+
+# On a machine with a GPU: uses the torch and Triton of $(PYTHON), installs nothing.
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+
+# Every specialisation of the Triton kernels, compiled for NVIDIA and AMD without a GPU, into docs/kernels.md.
+kernels: $(VENV)/ready
+	env -u TRITON_INTERPRET $(BIN)/python benchmarks/kernels.py $(ARGS)
+
+# The same kernels, lowered for Ascend, in an environment of their own (build/ascend).
+ascend-check: $(VENV)/ready
+	env -u TRITON_INTERPRET $(BIN)/python benchmarks/ascend_check.py
 
 clean:
 	rm -rf $(VENV) out build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

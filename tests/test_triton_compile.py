@@ -25,7 +25,7 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
 def run(*command: str | Path, cache: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment["TRITON_CACHE_DIR"] = str(cache)
-    done = subprocess.run([sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True, timeout=600)
+    done = subprocess.run([sys.executable, *command], env=environment, stdout=subprocess.PIPE, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-2000:]
     return done.stdout
 
@@ -46,7 +46,8 @@ KERNELS = kernels_of_the_tree()
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("compiled")
-    run(BENCHMARKS / "kernels.py", "--check", folder / "found.json", cache=folder / "cache")
+    more = ["--all"] if os.environ.get("MOEROUTE_LARGE") else []
+    run(BENCHMARKS / "kernels.py", "--check", folder / "found.json", *more, cache=folder / "cache")
     return json.loads((folder / "found.json").read_text())
 
 
@@ -58,7 +59,7 @@ def test_every_kernel_was_compiled(compiled: list[dict[str, Any]], target: str) 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_machine_code(compiled: list[dict[str, Any]], target: str) -> None:
-    """Wide accesses of rows, no fused, approximate or flushing operation, no spill, no local memory."""
+    """Wide accesses of rows, no fused, approximate or flushing operation; no spill on the row paths, few bytes elsewhere."""
     faults = [
         f"{one['kernel']} {one['words']}: {', '.join(one['faults'])}"
         for one in compiled
@@ -105,7 +106,14 @@ def test_the_page_of_kernels_names_all() -> None:
 
 def test_ascend(tmp_path: Path) -> None:
     """Every kernel is lowered to Linalg by triton-ascend, where its package can be had."""
-    found = json.loads(run(BENCHMARKS / "ascend_check.py", "--json", cache=tmp_path))
+    found = json.loads(
+        run(
+            BENCHMARKS / "ascend_check.py",
+            "--json",
+            *([] if os.environ.get("MOEROUTE_LARGE") else ["--few"]),
+            cache=tmp_path,
+        )
+    )
     if isinstance(found, str):
         pytest.skip(found)
     assert {one["kernel"] for one in found} == KERNELS

@@ -98,12 +98,13 @@ def flag(operator: str, argument: str, value: Any) -> bool:
 
 
 def float_dtype(operator: str, argument: str, value: Any, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
+    known = isinstance(value, torch.dtype)
+    if known and value in allowed:
+        return value
     wanted = "one of " + ", ".join(map(str, allowed))
-    if not isinstance(value, torch.dtype):
-        raise wrong_type(operator, argument, wanted, value)
-    if value not in allowed:
+    if known:
         raise TypeError(str(wrong_value(operator, argument, wanted, value)))
-    return value
+    raise wrong_type(operator, argument, wanted, value)
 
 
 def one_of(operator: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:

@@ -168,7 +168,8 @@ class _Pool:
         with self.lock:
             if not self.enabled:
                 return None
-            self._collect()
+            if self.returned:
+                self._collect()
             block = self._take(size)
             if block is None:
                 try:
@@ -181,8 +182,9 @@ class _Pool:
             lease.block = block
             self.in_use[id(lease)] = lease
             self.in_use_bytes += size
-            self.largest = max(self.largest, self.in_use_bytes)
-            surplus = self._trim(self._bound())
+            if self.in_use_bytes > self.largest:
+                self.largest = self.in_use_bytes
+            surplus = self._trim(self._bound()) if self.idle_bytes else None
         del surplus  # unmapping takes milliseconds, so it waits for the lock to be free
         return view
 

@@ -76,8 +76,8 @@ def gating_checks(num_tokens: int, seed: int) -> Iterator[Check]:
         {"score": "sqrtsoftplus", "eps": 1e-3},
         {"score": "topk_softmax"},
     )
-    # Many slots are tried with the scores that differ most.
-    sizes = ((12, 3, 1, None), (64, 8, 8, 4), (300, 8, 1, None))
+    # All of three groups of three, negative logits too; many slots with the scores that differ most.
+    sizes = ((12, 3, 1, None), (24, 9, 8, 3), (300, 8, 1, None))
     many = tuple(itertools.product(modes[1:4:2] + modes[5:], ((40, 40, 1, None), (1025, 34, 5, 2))))
     cases = (*itertools.product(modes, sizes), *many)
     for number, (mode, (experts, k, groups, kept)) in enumerate(cases):

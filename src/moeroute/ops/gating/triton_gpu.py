@@ -30,12 +30,13 @@ SOFTMAX, SIGMOID, SQRTSOFTPLUS, TOPK_SOFTMAX = map(tl.constexpr, range(4))
 # where a maximum takes no barrier; a thread holds 8 elements (16 for 512), or 16 bytes of a bfloat16 load,
 # and needs some 40 registers, so that an SM has some 48 warps and 24 KB of loads in flight. Beyond, the
 # rows are as few as triton-ascend's sum by pairs takes, and a thread holds 8 or 16 elements.
-TILES = {64: (16, 4), 128: (8, 4), 256: (4, 4), 512: (4, 4), 1024: (2, 8), 2048: (2, 8), 4096: (2, 16), 8192: (2, 16)}
-SHORTEST, LONGEST, LONGEST_SORTED = 64, 4096, 8192  # 8,192 with anything beside them spill registers
+TILES = {64: (16, 4), 128: (8, 4), 256: (4, 4), 512: (4, 4), 1024: (2, 8), 2048: (2, 16), 4096: (2, 16), 8192: (2, 8)}
+SHORTEST, LONGEST, LONGEST_SORTED = 64, 4096, 8192  # 8,192 with anything but the sort spill registers
 FEW_SLOTS, MOST_SLOTS = 8, 32  # in a tile; a maximum for each of more slots costs more than sorting
 MOST_GROUPS = 16  # in a tile: each group is compared with each
 MOST_ELEMENTS = 2**20  # of a tile, Triton's limit; met in the interpreter only
 PIECE = 8192 if INTERPRETED else 1024  # of a row that is walked through
+BACKWARD_PIECE = 8192 if INTERPRETED else 256  # the same in the backward: longer ones spill registers
 
 # Keys: int32 in the order of the values.
 LOWEST = tl.constexpr(-(2**31))  # below every value's key: no expert
@@ -233,13 +234,14 @@ def gating_tile(
             members = tl.reshape(key, (ROWS, GROUPS, BLOCK // GROUPS))
             members = mask_groups(members, num_experts // group_size, topk_groups, TOP2)
             key = tl.reshape(members, (ROWS, BLOCK))
+        index = tl.where(inside, expert, NO_EXPERT)[None, :]  # `expert` of a group's spare columns is another's
         bits = s.to(tl.int32, bitcast=True)
         ids = tl.full((ROWS, SLOTS), -1, tl.int32)
         found = tl.zeros((ROWS, SLOTS), tl.int32)
         for p in range(k):
             best = tl.max(key, axis=1)[:, None]
-            chosen = tl.min(tl.where(key == best, expert[None, :], NO_EXPERT), axis=1)[:, None]
-            here = expert[None, :] == chosen
+            chosen = tl.min(tl.where(key == best, index, NO_EXPERT), axis=1)[:, None]
+            here = index == chosen
             key = tl.where(here, LOWEST, key)
             ids = tl.where(slot == p, chosen, ids)
             found = tl.where(slot == p, tl.max(tl.where(here, bits, LOWEST), axis=1)[:, None], found)
@@ -571,9 +573,10 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _tile(tokens: int, length: int, share: int = 1) -> dict[str, int]:
-    """What `launch` wants to know for tiles with rows of this length, or with pieces of longer ones."""
+    """What `launch` wants to know for tiles with rows of this length, or with pieces of longer ones; a `share` of
+    the rows where a thread holds more than the elements of a row."""
     rows, warps = TILES[length]
-    rows //= share
+    rows = max(rows // share, 1)
     most = MOST_ELEMENTS // max(length, PARTIAL_SUMS.value)
     return {"warps": warps, "ROWS": min(tile_rows(tokens, rows), most), "BLOCK": length}
 
@@ -584,6 +587,11 @@ def _programs(items: int, tile: dict[str, int]) -> int:
 
 def _slots(k: int) -> int:
     return FEW_SLOTS if k <= FEW_SLOTS else MOST_SLOTS
+
+
+def _share(length: int, k: int) -> int:
+    """Many slots beside the many short rows of a tile spill registers."""
+    return 2 if k > FEW_SLOTS and length == SHORTEST else 1
 
 
 def gating_topk(
@@ -620,7 +628,7 @@ def gating_topk(
         length = groups * power_of_two(group_size)
     length = max(length, SHORTEST)
     if length <= LONGEST and groups <= MOST_GROUPS and k <= MOST_SLOTS:
-        tile = _tile(tokens, length)
+        tile = _tile(tokens, length, _share(length, k))
         launch(
             gating_tile, _programs(tokens, tile), weights, ids, scores, logits, bias, expert_ids, tokens, num_experts,
             k, weights.stride(0), ids.stride(0), scores.stride(0), logits.stride(0),
@@ -698,7 +706,8 @@ def gating_topk_backward(
     scores, grad_weights, expert_ids = _rows(scores), _rows(grad_weights), _rows(expert_ids)
     if grad_scores is not None:
         grad_scores = _rows(grad_scores)
-    tile = _tile(tokens, min(max(power_of_two(num_experts), SHORTEST), PIECE))
+    length = min(max(power_of_two(num_experts), SHORTEST), BACKWARD_PIECE)
+    tile = _tile(tokens, length, _share(length, k))
     launch(
         gating_backward, _programs(tokens, tile), out, scores, grad_weights, expert_ids, grad_scores, tokens,
         num_experts, k, out.stride(0), scores.stride(0), grad_weights.stride(0), expert_ids.stride(0),

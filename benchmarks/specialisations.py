@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import io
 import itertools
+import json
 import math
 import multiprocessing
 import re
@@ -51,6 +52,7 @@ class Specialisation:
     constants: tuple[tuple[int, Any], ...]  # by position; None where a tensor is absent
     attributes: tuple[tuple[int, tuple[tuple[str, int], ...]], ...]
     warps: int
+    registers: int | None  # the most of a thread; None: ptxas weighs them against occupancy
     fused: bool  # may the compiler fuse a multiplication with an addition
     case: str = field(compare=False)  # who asked for it first
 
@@ -66,6 +68,10 @@ class Specialisation:
     def divisible(self) -> set[str]:
         """Pointers and integers known to be multiples of 16."""
         return {self.signature[at][0] for at, found in self.attributes if ("tt.divisibility", 16) in found}
+
+    @property
+    def limit(self) -> dict[str, int]:
+        return {} if self.registers is None else {"maxnreg": self.registers}
 
     def __str__(self) -> str:
         """The types, absent tensors as `-`, then the constants."""
@@ -123,6 +129,7 @@ def record(target: str, cases: Iterable[Case]) -> list[Specialisation]:
                 constants=tuple((path[0], value) for path, value in compile["constants"].items()),
                 attributes=tuple((path[0], tuple(map(tuple, a))) for path, a in compile["configs"][0].items() if a),
                 warps=compile["num_warps"],
+                registers=json.loads(compile["specialization_data"])["options"].get("maxnreg"),
                 fused=compile["enable_fp_fusion"],
                 case=current,
             )
@@ -470,7 +477,6 @@ class Compiled:
         return self.specialisation.warps * TARGETS[self.target][2]
 
 
-ALLOWED_LOCAL = 40  # bytes a thread
 PATIENCE = 60  # seconds for a kernel; on an idle processor the slowest takes a few
 
 
@@ -498,7 +504,7 @@ def build(target: str, chosen: Specialisation) -> tuple[Any, str]:
         done = triton.compile(
             source,
             target=GPUTarget(*TARGETS[target]),
-            options={"num_warps": chosen.warps, "enable_fp_fusion": chosen.fused},
+            options={"num_warps": chosen.warps, "enable_fp_fusion": chosen.fused, **chosen.limit},
         )
     return done, log.getvalue()
 
@@ -522,10 +528,7 @@ def compile_for(target: str, chosen: Specialisation) -> Compiled:
         accesses, faults = _amd_accesses(done.asm["amdgcn"]), _amd_arithmetic(done.asm["llir"], done.asm["amdgcn"])
     if chosen.fused:
         faults.append("launched with fused multiply-add allowed")
-    # ptxas keeps to a step of occupancy (64, 72, 80, 96, 128 registers) at the price of a few bytes: where it may
-    # have 255 registers none of these spills. Not where rows are moved with wide accesses.
-    allowed = 0 if aligned_rows(chosen) or TARGETS[target][0] != "cuda" else ALLOWED_LOCAL
-    if local > allowed or (spilled and not allowed):
+    if local or spilled:
         faults.append(f"{spilled} spilled, {local} bytes of local memory")
     faults += narrow_rows(chosen, chosen.warps * TARGETS[target][2], done.asm["ttir"], accesses)
     if (
@@ -568,21 +571,15 @@ _NVIDIA_FORBIDDEN = {
     "a fused multiply-add": r"\b(?:fma|mad)\.r[nzmp]\S*",
     "an approximation": r"\S+\.approx\S*|div\.full\S*",
     "a flush to zero": r"\S+\.ftz\S*",
+    "arithmetic in bfloat16": r"\b(?:add|sub|mul|fma)\.\S*bf16\S*",
     "double precision": r"\b(?:add|sub|mul|div|fma|sqrt|cvt)\.\S*f64\S*",
     "an atomic operation on floats": r"\b(?:atom|red)\.\S*f(?:16|32|64)\S*",
 }
 
-
-# Where two bfloat16 numbers were multiplied the product itself may be rounded: it fits into float32.
-_BFLOAT16 = re.compile(r"\b(?:cvt\.rn|mul\.rn|mul)\.bf16")
-
-# Capability 80 has no product of bfloat16 numbers: it is written a * b + (-0).
-_NEGATIVE_ZERO = r"mov\.b(?:16|32)\s+(%\w+), (?:0x8000|0x80008000|-2147450880);"
+_BFLOAT16 = re.compile(r"\bcvt\.rn\.bf16")
 
 
 def _nvidia_arithmetic(ptx: str) -> list[str]:
-    for register in re.findall(_NEGATIVE_ZERO, ptx):
-        ptx = re.sub(rf"fma\.rn\.bf16(?:x2)?\s+%\w+, %\w+, %\w+, {register};", "", ptx)
     found = [
         f"{words}: {instruction[0]}"
         for words, pattern in _NVIDIA_FORBIDDEN.items()
@@ -625,6 +622,7 @@ _AMD_FORBIDDEN = {
     "a licence to approximate": r"\bf(?:add|sub|mul|div|cmp) (?:fast|contract|reassoc|arcp|afn|nsz|nnan|ninf)\b",
     "an inaccurate division or root": r"!fpmath",
     "an approximation": r"@llvm\.(?:amdgcn\.(?:rcp|rsq|exp2|log|sqrt)|exp2?|log2?)\b\S*",
+    "arithmetic in bfloat16": r"\bf(?:add|sub|mul|div) (?:<\d+ x )?bfloat",
     "double precision": r"\bf(?:add|sub|mul|div) (?:<\d+ x )?double",
     "an atomic operation on floats": r"atomicrmw f\w+|\batomic\.f\w+",
 }

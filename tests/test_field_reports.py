@@ -888,7 +888,9 @@ def test_b52_nothing_behind_the_last_element_is_touched(backend: str, hidden: in
                 moeroute.combine(rows, made, w, backend="reference"),
             )
         assert_same_bits(
-            moeroute.unpermute_backward(far_x, far_rows, plan, far_weights, out=(out_rows, out_weights), backend=backend),
+            moeroute.unpermute_backward(
+                far_x, far_rows, plan, far_weights, out=(out_rows, out_weights), backend=backend
+            ),
             moeroute.unpermute_backward(x, rows, made, weights, backend="reference"),
         )
 

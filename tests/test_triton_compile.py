@@ -59,7 +59,7 @@ def test_every_kernel_was_compiled(compiled: list[dict[str, Any]], target: str) 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_machine_code(compiled: list[dict[str, Any]], target: str) -> None:
-    """Wide accesses of rows, no fused, approximate or flushing operation; no spill on the row paths, few bytes elsewhere."""
+    """Wide accesses of rows; no fused, approximate or flushing operation; no spill, no local memory."""
     faults = [
         f"{one['kernel']} {one['words']}: {', '.join(one['faults'])}"
         for one in compiled

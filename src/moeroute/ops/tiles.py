@@ -20,12 +20,15 @@ PARTIAL_SUMS = tl.constexpr(256)
 # The interpreter reads the same variable when a kernel is decorated.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
-# NumPy knows no bfloat16: the interpreter cuts the lower bits off instead of rounding, and widens denormal
-# numbers wrongly.
-_BY_BITS = tl.constexpr(INTERPRETED)
-
 # triton-ascend takes the place of the package triton. Its compiler knows no tile of one row.
 ASCEND = "ascend" in triton.backends.backends
+
+# NumPy knows no bfloat16: the interpreter cuts the lower bits off instead of rounding.
+_NARROW_BY_BITS = tl.constexpr(INTERPRETED)
+
+# The interpreter widens denormal bfloat16 numbers wrongly. And where LLVM sees two of them widened, multiplied and
+# narrowed, it multiplies in bfloat16: one rounding where a denormal product has two.
+_WIDEN_BY_BITS = tl.constexpr(INTERPRETED or not ASCEND)
 
 # Programs of a launch in the interpreter, where each costs some 10 ms.
 _INTERPRETED_PROGRAMS = 4
@@ -37,7 +40,7 @@ _INTERPRETED_PROGRAMS = 4
 @triton.jit
 def widen(x):
     """Any floating dtype as float32."""
-    if _BY_BITS and x.dtype == tl.bfloat16:
+    if _WIDEN_BY_BITS and x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
         return x.to(tl.float32)
@@ -46,7 +49,7 @@ def widen(x):
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
     """float32 as `dtype`, rounded to nearest even."""
-    if dtype == tl.bfloat16 and _BY_BITS:
+    if dtype == tl.bfloat16 and _NARROW_BY_BITS:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         quiet = (bits >> 16) | 0x40
@@ -97,15 +100,23 @@ def tile_rows(items: int, on_device: int, width: int = 1) -> int:
     return max(on_device, min(wanted, tl.TRITON_MAX_TENSOR_NUMEL // width))
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, warps: int, **constants: Any) -> None:
+def launch(kernel: Any, programs: int, *arguments: Any, warps: int, spare: bool = False, **constants: Any) -> None:
     """Run the kernel on the device of its first tensor, with one rounding for every operation.
 
-    warps: of 32 threads, whatever the device's own have.
+    warps: of 32 threads, whatever the device's own have. spare: a thread may have all the registers that it wants;
+    else ptxas keeps to a step of occupancy, for some kernels at the price of a few bytes spilled. Up to 8 warps.
     """
     if programs == 0:
         return
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    if not (INTERPRETED or ASCEND):
+        kind, lanes = _target()
+        # AMD's warps have 64 threads: with as many of them each thread would have 8 bytes of a row instead of 16.
+        options["num_warps"] = max(warps * 32 // lanes, 1)
+        if spare and kind == "cuda":
+            options["maxnreg"] = 255
     with _surroundings(next(a.device for a in arguments if isinstance(a, Tensor))):
-        kernel[(programs,)](*arguments, num_warps=_own_warps(warps), enable_fp_fusion=False, **constants)
+        kernel[(programs,)](*arguments, **options, **constants)
 
 
 def _surroundings(device: torch.device) -> AbstractContextManager[Any]:
@@ -116,14 +127,13 @@ def _surroundings(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-_lanes: dict[Any, int] = {}
+_targets: dict[Any, tuple[str, int]] = {}
 
 
-def _own_warps(warps: int) -> int:
-    """AMD's have 64 threads: with as many of them each thread would have 8 bytes of a row instead of 16."""
-    if INTERPRETED or ASCEND:
-        return warps
+def _target() -> tuple[str, int]:
+    """ "cuda" or "hip", and the threads of a warp."""
     driver = triton.runtime.driver.active
-    if driver not in _lanes:
-        _lanes[driver] = driver.get_current_target().warp_size or 32
-    return max(warps * 32 // _lanes[driver], 1)
+    if driver not in _targets:
+        target = driver.get_current_target()
+        _targets[driver] = target.backend, target.warp_size or 32
+    return _targets[driver]

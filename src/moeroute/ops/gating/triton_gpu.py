@@ -30,8 +30,9 @@ SOFTMAX, SIGMOID, SQRTSOFTPLUS, TOPK_SOFTMAX = map(tl.constexpr, range(4))
 # where a maximum takes no barrier; a thread holds 8 elements (16 for 512), or 16 bytes of a bfloat16 load,
 # and needs some 40 registers, so that an SM has some 48 warps and 24 KB of loads in flight. Beyond, the
 # rows are as few as triton-ascend's sum by pairs takes, and a thread holds 8 or 16 elements.
-TILES = {64: (16, 4), 128: (8, 4), 256: (4, 4), 512: (4, 4), 1024: (2, 8), 2048: (2, 16), 4096: (2, 16), 8192: (2, 8)}
+TILES = {64: (16, 4), 128: (8, 4), 256: (4, 4), 512: (4, 4), 1024: (2, 8), 2048: (2, 8), 4096: (2, 16), 8192: (2, 8)}
 SHORTEST, LONGEST, LONGEST_SORTED = 64, 4096, 8192  # 8,192 with anything but the sort spill registers
+LONGEST_GROUPED = 1024  # 2,048 in 16 groups spill
 FEW_SLOTS, MOST_SLOTS = 8, 32  # in a tile; a maximum for each of more slots costs more than sorting
 MOST_GROUPS = 16  # in a tile: each group is compared with each
 MOST_ELEMENTS = 2**20  # of a tile, Triton's limit; met in the interpreter only
@@ -627,7 +628,7 @@ def gating_topk(
         groups = power_of_two(num_groups)
         length = groups * power_of_two(group_size)
     length = max(length, SHORTEST)
-    if length <= LONGEST and groups <= MOST_GROUPS and k <= MOST_SLOTS:
+    if length <= (LONGEST if groups == 1 else LONGEST_GROUPED) and groups <= MOST_GROUPS and k <= MOST_SLOTS:
         tile = _tile(tokens, length, _share(length, k))
         launch(
             gating_tile, _programs(tokens, tile), weights, ids, scores, logits, bias, expert_ids, tokens, num_experts,
@@ -681,7 +682,8 @@ def _select(
     )  # fmt: skip
     if length <= (LONGEST_SORTED if groups is None and k > MOST_SLOTS else LONGEST):
         tile = _tile(tokens, length, share=2)  # keys of 8 bytes
-        launch(gating_sort, _programs(tokens, tile), *shared, LOG2=length.bit_length() - 1, **tile)
+        tile["warps"] = min(tile["warps"], 8)
+        launch(gating_sort, _programs(tokens, tile), *shared, spare=True, LOG2=length.bit_length() - 1, **tile)
     else:
         tile = _tile(tokens, PIECE)
         launch(gating_search, _programs(tokens, tile), *shared, **tile)
@@ -712,6 +714,6 @@ def gating_topk_backward(
         gating_backward, _programs(tokens, tile), out, scores, grad_weights, expert_ids, grad_scores, tokens,
         num_experts, k, out.stride(0), scores.stride(0), grad_weights.stride(0), expert_ids.stride(0),
         0 if grad_scores is None else grad_scores.stride(0), int(renormalize), scaling_factor, eps,
-        SCORE=SCORES[score], SLOTS=_slots(k), **tile,
+        spare=True, SCORE=SCORES[score], SLOTS=_slots(k), **tile,
     )  # fmt: skip
     return out

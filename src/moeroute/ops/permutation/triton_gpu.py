@@ -13,10 +13,10 @@ from torch import Tensor
 from moeroute.ops.tiles import PARTIAL_SUMS, launch, narrow, power_of_two, sum_of_partials, tile_rows, widen
 
 # The launch table. An H200 keeps its memory busy with bandwidth × latency = 4.8 TB/s × 0.7 µs = 3.4 MB in flight,
-# 26 KB for each of 132 multiprocessors. A program of `spread` or `combine` asks for ROW_BYTES of each of up to
-# SLOTS_AT_ONCE rows at a time, 16 bytes a thread and row: 16 KB for eight rows, 4 KB for two, and 8 to 16 programs
-# share a multiprocessor. A program of the dot products has a warp for each of its slots, and each asks for
-# 512 elements of two rows at a time: 2 KB a slot and 16 KB a program in bfloat16.
+# 26 KB for each of 132 multiprocessors. A thread of `spread` or `combine` reads 16 bytes of a row at a time and has two
+# or three rows on the way, however many slots a token has; a program has ROW_BYTES of a row, and 12 to 16 programs
+# share a multiprocessor: 70 KB and more. A program of the dot products has a warp for each of its slots, which asks
+# for 512 elements of two rows at a time: 16 KB, and five programs share a multiprocessor (docs/kernels.md).
 ROW_BYTES = 2048
 SLOTS_AT_ONCE = 8
 DOT_SLOTS = 8
@@ -360,6 +360,11 @@ def _token_of_slot(slot_offsets: Tensor | None, num_slots: int) -> Tensor | None
     return found
 
 
+def _aligned(*tensors: Tensor | None) -> bool:
+    """Whether the compiler knows that each row, and its end, lies at a multiple of 16 bytes."""
+    return all(t is None or not (t.data_ptr() % 16 or t.stride(0) % 16 or t.shape[1] % 16) for t in tensors)
+
+
 def _topk(num_slots: int, num_tokens: int) -> int:
     return num_slots // num_tokens if num_tokens else 0
 
@@ -448,8 +453,8 @@ def _dots(
         dots, out, y, x, weights, bias, row_of_slot, slot_of_row, expert_of_slot,
         _token_of_slot(slot_offsets, num_slots), slot_offsets, num_tokens, _topk(num_slots, num_tokens), num_slots,
         num_rows, 0 if bias is None else bias.shape[0], hidden, 0 if out is None else out.stride(0), y_stride,
-        x_stride, programs,
-        warps=DOT_SLOTS, SLOTS=slots, ROWS=zero_rows, ZERO_BLOCK=zero_block,
+        x_stride, programs, warps=DOT_SLOTS, spare=out is None or not _aligned(y, x, out),
+        SLOTS=slots, ROWS=zero_rows, ZERO_BLOCK=zero_block,
     )  # fmt: skip
 
 

@@ -642,7 +642,8 @@ def _sort(
     keys, slots = _empty(ids, num_slots, dtype=torch.int64), _empty(ids, num_slots)
     launch(
         sort_block, _programs(num_slots, block), keys, slots, ids, ids if weights is None else weights, first, last,
-        columns, num_slots, warps=WARPS, BLOCK=block, CHUNK=_chunk(block, 8), KIND=kind.value, MAP=columns > 0,
+        columns, num_slots,
+        warps=WARPS, spare=True, BLOCK=block, CHUNK=_chunk(block, 8), KIND=kind.value, MAP=columns > 0,
     )  # fmt: skip
     run, piece = block, tile_rows(num_slots, MERGED)
     while run < num_slots:
@@ -852,7 +853,7 @@ def plan_routing_map(
     launch(
         deal_map, blocks, row_of_slot, expert_of_slot, slot_of_row, row_of_slot if topk is not None else slot_offsets,
         chosen, stays, before, totals, starts, tokens, first_expert, last_expert, num_tokens, num_experts,
-        taken or 0, topk or 0, warps=MAP_WARPS, FILL=fill, TABLE=topk is not None, **tile,
+        taken or 0, topk or 0, warps=MAP_WARPS, spare=True, FILL=fill, TABLE=topk is not None, **tile,
     )  # fmt: skip
     return row_of_slot, slot_of_row, slot_offsets, expert_of_slot, tokens, rows if padded else None
 
@@ -872,7 +873,7 @@ def plan_row_of_slot(
     launch(
         narrow_rows, _programs(num_slots, piece), narrowed, slot_of_row, narrowed if experts is None else experts,
         row_of_slot, row_of_slot if expert_of_slot is None else expert_of_slot, first_row, num_slots, num_rows,
-        warps=WARPS, EXPERTS=experts is not None, PIECE=piece,
+        warps=WARPS, spare=True, EXPERTS=experts is not None, PIECE=piece,
     )  # fmt: skip
     return narrowed, slot_of_row, experts
 

@@ -18,7 +18,7 @@ demo: $(VENV)/ready
 	$(BIN)/moeroute demo $(ARGS)
 
 test: $(VENV)/ready lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
 
 # The upstream system-test shapes above 64 MiB of tensors; the largest takes 19 GiB.
 test-large: $(VENV)/ready

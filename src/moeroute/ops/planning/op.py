@@ -727,7 +727,7 @@ def plan_from_expert_ids(
       `num_experts`.
     - `out`: an int32 tensor of S elements, of any strides, that gets `row_of_slot` (not under torch.compile);
       the plan goes on using it.
-    - `backend`: "reference", "cpu", or None to choose; weights in float64 need the reference.
+    - `backend`: "reference", "cpu", "triton", or None to choose; weights in float64 need the reference.
 
     The result is the same whatever the backend and the number of threads. Raises TypeError for a
     wrong type or dtype, ValueError for a wrong shape or value, among them more than 2^31 - 1 slots

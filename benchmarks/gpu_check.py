@@ -1,4 +1,4 @@
-"""What a machine with a GPU can show and no other can: `make gpu-check`, in under five minutes.
+"""What a machine with a GPU can show and no other can: `make gpu-check`. It aims at five minutes.
 
 It installs nothing and uses the torch and Triton that are there:
 
@@ -20,12 +20,14 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,10 @@ if "--rehearse" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit("cannot start: this Python has no torch; make gpu-check PYTHON=/path/to/python, one with torch and Triton")
 from torch import Tensor
 
 import moeroute
@@ -47,6 +52,7 @@ GATING_CASE = {"T": 8192, "E": 256, "K": 8}
 # What the project promises on a device.
 LEAST_SHARE_OF_COPY = 0.85
 MOST_GATING_AND_PLAN_US = 60.0
+AHEAD_CYCLES = 4_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +133,18 @@ def route(setting: Setting, hidden: int, seed: int = 0) -> Route:
 # ---------------------------------------------------------------------------- steps: right
 
 
+def part_of_bits(device: torch.device, number: int, parts: int) -> tuple[int, list[str]]:
+    torch.set_num_threads(1)
+    return verify.run([("triton", device)], part=(number, parts))
+
+
 def bits(setting: Setting) -> dict[str, Any]:
-    count, failures = verify.run([("triton", setting.device)])
+    # Hundreds of kernels, each half a second of one processor to compile.
+    processes = 1 if setting.rehearse else max(min((os.cpu_count() or 1) // 2, 8), 1)
+    parts = 1 if processes == 1 else 4 * processes
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        done = list(pool.map(part_of_bits, [setting.device] * parts, range(parts), [parts] * parts))
+    count, failures = sum(number for number, _ in done), [failure for _, found in done for failure in found]
     if failures:
         raise AssertionError(f"{len(failures)} of {count} checks differ; first: " + "; ".join(failures[:3]))
     small = route(setting, 520)
@@ -253,6 +269,8 @@ def seconds(setting: Setting, function: Callable[[], Any]) -> float:
     for _ in range(3 if setting.rehearse else 25):
         if setting.device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # The device idles some 2 ms, in which the host launches the call: its own time does not count.
+            torch.cuda._sleep(AHEAD_CYCLES)
             start.record()
             function()
             end.record()
@@ -335,7 +353,12 @@ def row_speed(setting: Setting, num_tokens: int, topk: int, hidden: int) -> list
             backward_by_hand,
         ),
     )  # fmt: skip
-    others = {} if setting.rehearse else peers(tokens, rows, plan, ids, weights)
+    others: dict[str, Any] = {}
+    if not setting.rehearse:
+        try:
+            others = peers(tokens, rows, plan, ids, weights)
+        except Exception as error:  # a version of theirs with other functions
+            print(f"without the other libraries: {type(error).__name__}: {str(error)[:200]}")
     lines = []
     for name, count, ours, composition in cases:
         for mine, theirs in zip(_tensors(ours()), _tensors(composition()), strict=True):
@@ -368,9 +391,9 @@ def speed(setting: Setting) -> dict[str, Any]:
     below = [
         f"{line['operator']} {line['T']}x{line['K']}x{line['H']}: {line['share of copy']:.2f}"
         for line in lines
-        if line["share of copy"] < LEAST_SHARE_OF_COPY and line["operator"] != "combine weighted"
+        if line["share of copy"] < LEAST_SHARE_OF_COPY and not setting.rehearse
     ]
-    return {"lines": lines, f"below {LEAST_SHARE_OF_COPY} of the copy": [] if setting.rehearse else below}
+    return {"lines": lines, "goals missed": [f"{LEAST_SHARE_OF_COPY} of the copy: {line}" for line in below]}
 
 
 def gating_speed(setting: Setting) -> dict[str, Any]:
@@ -385,17 +408,18 @@ def gating_speed(setting: Setting) -> dict[str, Any]:
             captured.replay()
 
     us = seconds(setting, replay) / inner * 1e6
-    return {"us": us, "most": MOST_GATING_AND_PLAN_US, "holds": us <= MOST_GATING_AND_PLAN_US, **setting.gating_case}
+    missed = [f"{MOST_GATING_AND_PLAN_US} µs: gating and plan {us:.1f}"] if us > MOST_GATING_AND_PLAN_US else []
+    return {"us": us, "goals missed": missed, **setting.gating_case}
 
 
 STEPS: dict[str, Callable[[Setting], dict[str, Any]]] = {
+    "bits": bits,
     "speed": speed,
     "gating and plan": gating_speed,
     "runs": runs,
     "large": large,
     "sync": sync,
     "graph": graph,
-    "bits": bits,
     "compile": compiled,
 }
 
@@ -455,11 +479,11 @@ def main() -> int:
     parser.add_argument("--only", choices=STEPS, nargs="+", help="these steps alone")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, in Triton's interpreter, small")
     chosen = parser.parse_args()
-    if (reason := backends.unavailable("triton")) is not None:
-        print(f"cannot start: {reason}")
-        return 2
     if not chosen.rehearse and not torch.cuda.is_available():
         print("cannot start: torch sees no CUDA or ROCm device; --rehearse runs on the CPU, in Triton's interpreter")
+        return 2
+    if (reason := backends.unavailable("triton")) is not None:
+        print(f"cannot start: {reason}")
         return 2
     device = torch.device("cpu") if chosen.rehearse else torch.device("cuda", torch.cuda.current_device())
     setting = Setting(device, chosen.rehearse)
@@ -497,6 +521,9 @@ def main() -> int:
         else:
             print(f"no chart: {why}")
     print(f"written: {', '.join(written)}; {time.perf_counter() - began:.0f} s")
+    missed = [goal for step in found.values() for goal in step.get("goals missed", [])]
+    for goal in missed:
+        print(f"goal missed: {goal}")
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0

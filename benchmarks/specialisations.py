@@ -349,11 +349,11 @@ def gating_cases() -> Iterator[Case]:
              matrix(TOKENS, experts, torch.float32, layout)) if out else None,
         )  # fmt: skip
 
-    many = (8, 60, 128, 256, 384, 1024, 2048, 4096, 8192, 12288)
+    many = (1, 8, 60, 128, 256, 384, 1024, 2048, 4096, 8192, 12288)
     layouts = ("side by side", "apart", "askew")
     yield from over(
         gating_topk, experts=many, groups=(1, 4, 8, 32), k=(1, 6, 8, 32, 40), score=SCORES, dtype=FLOATS,
-        bias=(None, *FLOATS), given=(None, torch.int32, None, torch.int64, torch.uint8), weights=FLOATS,
+        bias=(None, *FLOATS), given=(None, torch.int32, None, torch.int64, torch.uint8, torch.uint64), weights=FLOATS,
         group_score=("max", "top2_sum"), renormalize=(False, True), layout=layouts, out=(False, True),
     )  # fmt: skip
 
@@ -368,8 +368,9 @@ def gating_cases() -> Iterator[Case]:
         )  # fmt: skip
 
     yield from over(
-        gating_topk_backward, experts=many, k=(1, 8, 40), score=SCORES, grad=FLOATS, ids=(torch.int32, torch.int64),
-        used=(False, True), renormalize=(False, True), dtype=FLOATS, layout=layouts, out=(False, True),
+        gating_topk_backward, experts=many, k=(1, 8, 40), score=SCORES, grad=FLOATS,
+        ids=(torch.int32, torch.int64, torch.uint64), used=(False, True),
+        renormalize=(False, True), dtype=FLOATS, layout=layouts, out=(False, True),
     )  # fmt: skip
 
 

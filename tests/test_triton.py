@@ -141,6 +141,16 @@ def test_an_old_triton_is_named(monkeypatch: pytest.MonkeyPatch, fresh_answers: 
         permute_on("triton")
 
 
+def test_an_interpreter_that_writes_out_of_bounds_is_refused(
+    monkeypatch: pytest.MonkeyPatch, fresh_answers: None
+) -> None:
+    monkeypatch.setattr("triton.__version__", "3.5.1")
+    with pytest.raises(
+        ValueError, match=r"the interpreter of triton 3\.5\.1 writes beyond the ends of tensors; it needs 3\.6"
+    ):
+        permute_on("triton")
+
+
 @pytest.mark.parametrize(
     "device, message",
     [

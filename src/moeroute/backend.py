@@ -19,6 +19,7 @@ from moeroute import check
 FILES = {"reference": "reference", "cpu": "numba_cpu", "triton": "triton_gpu"}
 NAMES = tuple(FILES)
 OLDEST_TRITON = (3, 2)
+OLDEST_INTERPRETER = (3, 6)  # older ones write int64 into int32 tensors, beyond their ends
 OLDEST_CAPABILITY = (8, 0)  # the first with bfloat16
 
 _modules: dict[tuple[str, str], ModuleType] = {}
@@ -48,11 +49,19 @@ def _triton_reason() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed (pip install 'moeroute[triton]')"
     version = importlib.import_module("triton").__version__
-    if tuple(map(int, version.split(".")[:2])) < OLDEST_TRITON:
+    found = tuple(map(int, version.split(".")[:2]))
+    if found < OLDEST_TRITON:
         return f"triton {version} is older than {'.'.join(map(str, OLDEST_TRITON))}"
+    if interpreted() and found < OLDEST_INTERPRETER:
+        oldest = ".".join(map(str, OLDEST_INTERPRETER))
+        return (
+            f"the interpreter of triton {version} writes beyond the ends of tensors; it needs {oldest} (a GPU does not)"
+        )
     if interpreted() or torch.cuda.is_available() or (hasattr(torch, "npu") and torch.npu.is_available()):
         return None
-    return "there is no NVIDIA, AMD or Ascend device (for Triton's interpreter set TRITON_INTERPRET=1 at the start)"
+    return (
+        "there is no NVIDIA, AMD or Ascend device (for Triton's interpreter set TRITON_INTERPRET=1 in the environment)"
+    )
 
 
 def interpreted() -> bool:

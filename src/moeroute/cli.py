@@ -77,6 +77,8 @@ def _device(text: str) -> torch.device:
         return torch.empty(1, device=text).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
+        if reason.startswith("Expected one of"):
+            reason = "this torch knows no such device (npu needs torch_npu)"
         wanted = "must be a device that is there, as cpu or cuda:0"
         raise argparse.ArgumentTypeError(f"{wanted}; got {text}: {reason}") from None
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 PARTIAL_SUMS = tl.constexpr(256)
 
-# The interpreter reads the same variable when a kernel is decorated.
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+# Triton asks the same when a kernel is decorated.
+INTERPRETED: bool = triton.knobs.runtime.interpret if hasattr(triton, "knobs") else os.getenv("TRITON_INTERPRET") == "1"
 
 # triton-ascend takes the place of the package triton. Its compiler knows no tile of one row.
 ASCEND = "ascend" in triton.backends.backends
@@ -122,9 +122,10 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int, spare: bool 
 def _surroundings(device: torch.device) -> AbstractContextManager[Any]:
     if INTERPRETED:
         return numpy.errstate(all="ignore")  # it warns where a NaN or an infinity comes up
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        return torch.cuda.device(device)
-    return nullcontext()
+    if device.type == "cpu":  # a rehearsal of the launch, for the compilers
+        return nullcontext()
+    module = torch.cuda if device.type == "cuda" else torch.get_device_module(device)
+    return nullcontext() if device.index == module.current_device() else module.device(device)
 
 
 _targets: dict[Any, tuple[str, int]] = {}

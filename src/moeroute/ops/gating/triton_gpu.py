@@ -660,7 +660,7 @@ def gating_topk(
     launch(
         gating_weights, _programs(tokens, tile), weights, ids, scores, source, tokens, num_experts, k,
         weights.stride(0), ids.stride(0), scores.stride(0), source.stride(0), int(renormalize), scaling_factor, eps,
-        SCORE=SCORES[score], ROWS=tile["ROWS"], SLOTS=_slots(k), warps=tile["warps"],
+        spare=True, SCORE=SCORES[score], ROWS=tile["ROWS"], SLOTS=_slots(k), warps=tile["warps"],
     )  # fmt: skip
     return weights, ids, scores
 

@@ -2,7 +2,8 @@
 
 `spread` and `combine` take a tile of tokens and a block of the hidden axis; the dot products take a
 tile of slots and walk the hidden axis, 256 elements at a time, one warp a slot. An index is
-range-checked before it is used, whatever the plan says. Offsets are int64.
+range-checked before it is used, whatever the plan says; the numbers of slots and rows themselves too, since those
+of a tile's end may pass 2^31 and be negative. Offsets are int64.
 """
 
 import torch
@@ -47,13 +48,13 @@ def token_of_slot_kernel(token_of_slot, slot_offsets, num_tokens, num_slots, ste
     low = tl.zeros((SLOTS,), tl.int32)
     high = low + num_tokens
     for _ in range(steps):
-        middle = (low + high) // 2
+        middle = low + (high - low) // 2  # their sum may pass 2^31
         end = tl.load(slot_offsets + middle + 1, mask=middle < num_tokens, other=2147483647)
         after = end <= slot
         low = tl.where(after & (low < high), middle + 1, low)
         high = tl.where(after, high, middle)
     owned = (low < num_tokens) & (tl.load(slot_offsets) <= slot)
-    tl.store(token_of_slot + slot, tl.where(owned, low, -1), mask=slot < num_slots)
+    tl.store(token_of_slot + slot, tl.where(owned, low, -1), mask=(slot >= 0) & (slot < num_slots))
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def combine_kernel(
     for base in range(0, tl.max(last - first, axis=0), SLOTS):
         for k in tl.static_range(SLOTS):
             slot = first + base + k
-            live = slot < last
+            live = (slot >= 0) & (slot < last)
             row = tl.load(row_of_slot + slot, mask=live, other=-1)
             has_row = (row >= 0) & (row < num_rows)
             used = has_row
@@ -132,7 +133,7 @@ def zero_unused_rows(
 ):  # fmt: skip
     """Zeros in the rows of a tile that no token's slot fills."""
     row = tile * ROWS + tl.arange(0, ROWS)
-    valid = row < num_rows
+    valid = (row >= 0) & (row < num_rows)
     first = 0
     last = num_tokens * topk
     if slot_offsets is not None:
@@ -170,7 +171,7 @@ def spread_kernel(
         for base in range(0, tl.max(last - first, axis=0), SLOTS):
             # All indices at once: no load may pass a store.
             slot = (first + base)[:, None] + tl.arange(0, SLOTS)[None, :]
-            row = tl.load(row_of_slot + slot, mask=slot < last[:, None], other=-1)
+            row = tl.load(row_of_slot + slot, mask=(slot >= 0) & (slot < last[:, None]), other=-1)
             named = (row >= 0) & (row < num_rows)
             used = named & (tl.load(slot_of_row + row, mask=named, other=-1) == slot)
             copy = value[:, None, :]
@@ -200,7 +201,7 @@ def dots_kernel(
     tile = tl.program_id(0)
     if tile < programs:
         slot = tile * SLOTS + tl.arange(0, SLOTS)
-        valid = slot < num_slots
+        valid = (slot >= 0) & (slot < num_slots)
         token = token_of(token_of_slot, topk, slot, valid)
         row = tl.load(row_of_slot + slot, mask=valid, other=-1)
         used = (row >= 0) & (row < num_rows) & (token >= 0) & (token < num_tokens)
@@ -252,9 +253,10 @@ def dots_kernel(
 @triton.jit(do_not_specialize=["num_values", "size"])
 def take_kernel(out, values, index, num_values, size, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.load(index + i, mask=i < size, other=-1)
+    inside = (i >= 0) & (i < size)
+    at = tl.load(index + i, mask=inside, other=-1)
     value = tl.load(values + at, mask=(at >= 0) & (at < num_values), other=0)
-    tl.store(out + i, value, mask=i < size)
+    tl.store(out + i, value, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_experts", "weights_stride"])
@@ -263,7 +265,7 @@ def slot_weights_kernel(
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    valid = slot < num_slots
+    valid = (slot >= 0) & (slot < num_slots)
     token = token_of(token_of_slot, topk, slot, valid)
     expert = tl.load(expert_of_slot + slot, mask=valid, other=-1)
     used = (token >= 0) & (token < num_tokens) & (expert >= 0) & (expert < num_experts)
@@ -284,7 +286,7 @@ def slot_weights_backward_kernel(
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     for k in range(0, tl.max(last - first, axis=0)):
         slot = first + k
-        live = slot < last
+        live = (slot >= 0) & (slot < last)
         expert = tl.load(expert_of_slot + slot, mask=live, other=-1)
         value = widen(tl.load(grad + slot, mask=live, other=0))[:, None]
         if ACCUMULATE:

@@ -525,7 +525,9 @@ def segment_starts(
         c = first + tl.arange(0, PIECE)
         inside = c < chunks
         by_rank = tl.load(lengths + c, mask=inside, other=0).to(tl.int64)
-        by_expert = tl.load(lengths + (c % ranks) * experts + c // ranks, mask=inside, other=0).to(tl.int64)
+        by_expert = tl.load(
+            lengths + (c % tl.maximum(ranks, 1)) * experts + c // tl.maximum(ranks, 1), mask=inside, other=0
+        ).to(tl.int64)
         by_rank = tl.minimum(tl.maximum(by_rank, 0), limit)
         by_expert = tl.minimum(tl.maximum(by_expert, 0), limit)
         tl.store(token_starts + c, token + tl.cumsum(by_rank, axis=0) - by_rank, mask=inside)
@@ -549,12 +551,12 @@ def segments(
     # The last chunk that begins at or before the token; the end of all chunks counts as one.
     c = first_at_least(token_starts, at + 1, low, high, steps) - 1
     live = inside & (c >= 0) & (c < chunks)
-    other = (c % experts) * ranks + c // experts
+    other = (c % tl.maximum(experts, 1)) * ranks + c // tl.maximum(experts, 1)
     row = at - tl.load(token_starts + c, mask=live, other=0) + tl.load(row_starts + other, mask=live, other=0)
     tl.store(row_of_slot + at, tl.where(live & (row < num_tokens), row, -1).to(tl.int32), mask=inside)
     c = first_at_least(row_starts, at + 1, low, high, steps) - 1
     live = inside & (c >= 0) & (c < chunks)
-    other = (c % ranks) * experts + c // ranks
+    other = (c % tl.maximum(ranks, 1)) * experts + c // tl.maximum(ranks, 1)
     token = at - tl.load(row_starts + c, mask=live, other=0) + tl.load(token_starts + other, mask=live, other=0)
     tl.store(slot_of_row + at, tl.where(live & (token < num_tokens), token, -1).to(tl.int32), mask=inside)
     mine = at < experts

@@ -181,7 +181,8 @@ def _verify(chosen: argparse.Namespace) -> int:
     devices = [chosen.device] if chosen.device else [torch.device(name) for name in _devices()]
     places = [(name, device) for device in devices for name in names if verify.can_run(name, device)]
     if not places:
-        print(f"nothing to compare: {', '.join(names)} on {', '.join(map(str, devices))}")
+        where = f"{', '.join(names)} on {', '.join(map(str, devices))}"
+        print(f"nothing to compare with the reference on the CPU: {where}")
         return 1
     count, failures = verify.run(places, chosen.only, chosen.seed)
     if not count:

@@ -394,7 +394,7 @@ def planning_cases() -> Iterator[Case]:
         )  # fmt: skip
 
     yield from over(
-        plan_expert_ids, ids=ids_dtypes, slots=(16, 40, 5000, 131072), experts=(1, 8, 256, 1000, 4096),
+        plan_expert_ids, ids=ids_dtypes, slots=(16, 40, 5000, 131072), experts=(1, 8, 256, 1000, 4096, 9000),
         weights=(None, *FLOATS), capacity=(8, None), segment=(None, 8), align=(1, 8), num_rows=(512, None, 100000),
         layout=straight, out=buffers,
     )  # fmt: skip

@@ -145,6 +145,11 @@ def plan_checks(num_tokens: int, experts: int, topk: int, seed: int) -> Iterator
         shown = {name: "..." if isinstance(value, Tensor) else value for name, value in options.items()}
         yield _check(f"plan_from_expert_ids {shown}", moeroute.plan_from_expert_ids, ids, experts, **options)
     yield _check("plan_from_expert_ids int8", moeroute.plan_from_expert_ids, ids.clamp(-1, 99).to(torch.int8), experts)
+    for many in (2000, 9000):
+        spread_out = torch.randint(-1, many + 1, (num_tokens, topk), generator=generator)
+        for options in ({}, {"align": 4, "num_rows": 2 * num_tokens, "expert_range": (100, many - 100)}):
+            name = f"plan_from_expert_ids E={many} {options}"
+            yield _check(name, moeroute.plan_from_expert_ids, spread_out, many, **options)
     huge = torch.where(ids >= 0, ids * 2**33 + 5, ids)
     for size in (None, num_tokens):
         yield _check(

@@ -3,7 +3,7 @@
 Counting sort: count the slots of each expert block by block, add up over the blocks and over the
 experts, then every block deals its slots out. A slot's rank inside its block is found by comparing it
 with the block's others: without atomics, hence always in slot order. A map is counted by its columns
-in the same way. What has too many bins for a table of counts (thousands of experts, tokens, any
+in the same way. What has too many bins for a table of counts (more than 8,192 experts, tokens, any
 64-bit id, weights) is sorted instead: blocks, then eight runs at a time are merged by binary search.
 """
 
@@ -20,8 +20,8 @@ LARGEST = 2**31 - 1
 # Slots of a block. Each is compared with all of them and each block has a line in the table of counts: with 256
 # both cost about as much for 256 experts, and 65,536 slots give every multiprocessor two blocks.
 BLOCK = 256
-TABLE_EXPERTS = 1024  # up to here the table has at most four entries a slot
-HISTOGRAMS = (64, 256, 1024)  # bins
+TABLE_EXPERTS = 8192  # up to here the table has at most 32 entries a slot, 128 bytes, and a sort takes more launches
+HISTOGRAMS = (64, 256, 1024, 8192)  # bins
 SCAN_BLOCKS, SCAN_EXPERTS = 256, 8  # a tile of the table: whole sectors of 32 bytes, many programs
 WAYS = 8  # runs merged at once: three rounds for 131,072 slots
 MERGED = 128  # entries of a program: eight of their searches a thread
@@ -747,7 +747,8 @@ def plan_expert_ids(
         counts = _empty(ids, blocks, experts)
         launch(
             count, blocks, counts, slot_of_row, ids, first_expert, last_expert, num_slots, num_rows or 0,
-            warps=WARPS, BLOCK=block, HISTOGRAM=next(size for size in HISTOGRAMS if experts <= size), PIECE=PIECE,
+            warps=WARPS if experts <= HISTOGRAMS[-2] else 8, BLOCK=block,
+            HISTOGRAM=next(size for size in HISTOGRAMS if experts <= size), PIECE=PIECE,
         )  # fmt: skip
         before, totals = _scan_blocks(counts)
     else:

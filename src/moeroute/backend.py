@@ -169,10 +169,12 @@ def plain(*tensors: Tensor | None) -> bool:
 
 def direct(operator: str, argument: str, *tensors: Tensor | None) -> None:
     """Refuse what has no registered operator (`out`, `init`, `bias`) where somebody records or watches."""
-    if _grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    recording = _grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if recording and not _compiling():
         raise check.wrong_value(
             operator, argument, "None where gradients are recorded (use torch.no_grad())", "a tensor"
         )
-    if not plain(*(None if tensor is None else tensor.resolve_conj().resolve_neg() for tensor in tensors)):
+    # Compiling first: what resolves cannot be traced.
+    if _compiling() or not plain(*(t if t is None else t.resolve_conj().resolve_neg() for t in tensors)):
         wanted = "None under torch.compile, torch.func, forward mode, dispatch modes and with tensor subclasses"
         raise check.wrong_value(operator, argument, wanted, "a tensor")

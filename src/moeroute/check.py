@@ -160,12 +160,6 @@ def buffer(operator: str, argument: str, out: Any, shape: tuple[int, ...], dtype
         raise wrong_dtype(operator, argument, str(dtype), out)
 
 
-def eager(operator: str, argument: str) -> None:
-    """Refuse under torch.compile what has no registered operator, before it meets what cannot be traced."""
-    if torch.compiler.is_compiling():
-        raise wrong_value(operator, argument, "None under torch.compile", "a tensor")
-
-
 def writable(operator: str, argument: str, out: Tensor, *inputs: Tensor | None) -> None:
     """A buffer to write into: no memory shared inside it or with an input, on the inputs' device."""
     if out.is_conj() or out.is_neg():

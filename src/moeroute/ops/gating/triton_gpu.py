@@ -35,7 +35,6 @@ SHORTEST, LONGEST, LONGEST_SORTED = 64, 4096, 8192  # 8,192 with anything but th
 LONGEST_GROUPED = 1024  # 2,048 in 16 groups spill
 FEW_SLOTS, MOST_SLOTS = 8, 32  # in a tile; a maximum for each of more slots costs more than sorting
 MOST_GROUPS = 16  # in a tile: each group is compared with each
-MOST_ELEMENTS = 2**20  # of a tile, Triton's limit; met in the interpreter only
 PIECE = 8192 if INTERPRETED else 1024  # of a row that is walked through
 BACKWARD_PIECE = 8192 if INTERPRETED else 256  # the same in the backward: longer ones spill registers
 
@@ -578,8 +577,8 @@ def _tile(tokens: int, length: int, share: int = 1) -> dict[str, int]:
     the rows where a thread holds more than the elements of a row."""
     rows, warps = TILES[length]
     rows = max(rows // share, 1)
-    most = MOST_ELEMENTS // max(length, PARTIAL_SUMS.value)
-    return {"warps": warps, "ROWS": min(tile_rows(tokens, rows), most), "BLOCK": length}
+    rows = tile_rows(tokens, rows, max(length, PARTIAL_SUMS.value))
+    return {"warps": warps, "ROWS": rows, "BLOCK": length}
 
 
 def _programs(items: int, tile: dict[str, int]) -> int:

@@ -339,7 +339,6 @@ def _check_plan_weights(operator: str, argument: str, weights: Tensor, plan: Rou
 def _check_out(operator: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor | None) -> None:
     """A buffer of the caller's, outside autograd: shape, dtype, device, no memory shared inside it or with an input."""
     check.buffer(operator, "out", out, shape, dtype)
-    check.eager(operator, "out")
     backends.direct(operator, "out", out, *inputs)
     check.writable(operator, "out", out, *inputs)
 
@@ -457,7 +456,6 @@ def combine(
     if bias is not None:
         _check_bias(operator, bias, "rows", rows, plan)
     argument = "bias" if init is None else "init"
-    check.eager(operator, argument)
     backends.direct(operator, argument, rows, weights, *starts, bias)
     if out is not None:
         inputs = (rows, weights, *starts, bias, *_plan_tensors(plan))
@@ -546,7 +544,6 @@ def row_dots(
     if direct:
         if bias is not None:
             _check_bias(operator, bias, "rows", rows, plan)
-            check.eager(operator, "bias")
             backends.direct(operator, "bias", rows, x, bias)
         if out is not None:
             _check_out(operator, out, (plan.num_slots,), dtype, rows, x, bias, *_plan_tensors(plan))

@@ -307,7 +307,6 @@ def _destination(
     if out is None:
         return None, None, list(inputs)
     checks.tensor(operator, "out", out)
-    checks.eager(operator, "out")
     if out.dtype is not torch.int32:
         raise checks.wrong_dtype(operator, "out", "torch.int32", out)
     if num_slots is not None and out.numel() != num_slots:

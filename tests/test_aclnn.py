@@ -429,13 +429,13 @@ def test_finalize_routing_of_the_document() -> None:
 
 
 @pytest.mark.parametrize("mode", range(4))
-def test_finalize_routing_without_a_row_still_adds_the_bias(mode: int) -> None:
+def test_finalize_routing_without_a_row_adds_not_even_the_bias(mode: int) -> None:
     rows = torch.full((2, 1, 2) if mode in (1, 3) else (2, 2), 10.0)
     out = poison(2, 2)
     scales, experts = f32([[2.0], [3.0]]), i32([[1], [9]])
     bias = f32([[100.0, 200.0], [1.0, 2.0]])
     run("MoeFinalizeRoutingV2", rows, i32([-1, 0]), None, None, bias, scales, experts, mode, out)
-    same(out, [[2.0, 4.0], [30.0, 30.0]])  # expert 9 has no bias
+    same(out, [[0.0, 0.0], [30.0, 30.0]])  # expert 9 has no bias
 
 
 def test_finalize_routing_grad_of_the_document() -> None:
@@ -1875,7 +1875,9 @@ def test_init_and_finalize_routing(
     layout = indices if mode in (2, 3) else indices.reshape(num_tokens, topk).t().reshape(-1)
     run("MoeFinalizeRoutingV2", y, layout, first, second, bias, scales, ids if biased else None, mode, out)
     bias_rows = torch.zeros(slots, hidden, dtype=torch.float64) if bias is None else gathered(bias, flat)
-    expected = ((slot_rows + bias_rows) * scales.double().reshape(-1, 1)).reshape(num_tokens, topk, hidden).sum(1)
+    live = torch.tensor([0 <= row < count for row in row_of_slot])
+    terms = torch.where(live[:, None], slot_rows + bias_rows, 0.0) * scales.double().reshape(-1, 1)
+    expected = terms.reshape(num_tokens, topk, hidden).sum(1)
     for extra in (first, second):
         expected = expected if extra is None else expected + extra.double()
     close(out, expected)
@@ -1890,7 +1892,6 @@ def test_init_and_finalize_routing(
         placed(spread_grad * scales.double().reshape(-1, 1), row_of_slot, count),
     )
     dots = ((slot_rows + bias_rows) * spread_grad).sum(1)
-    live = torch.tensor([0 <= row < count for row in row_of_slot])
     close(scales_out, torch.where(live, dots, 0.0).reshape(num_tokens, topk))
 
 

@@ -198,7 +198,7 @@ def _moe_finalize_routing_v2(
     """out[t] = x1[t] + x2[t] + the sum over k of scales[t, k] * (expandedX[row] + bias[expertIdx[t, k]]).
 
     The row of (t, k) is expandedRowIdx[t + k * T] in dropPadMode 0 and 1, expandedRowIdx[t * K + k] in 2 and
-    3; in 1 and 3 expandedX is [E, C, H]. A slot without a row still adds its scaled bias.
+    3; in 1 and 3 expandedX is [E, C, H]. A slot without a row adds nothing, not even its bias.
     """
     required(expandedX=expandedX, expandedRowIdx=expandedRowIdx, out=out)
     typed("expandedX", expandedX, *FLOATS)
@@ -269,7 +269,7 @@ def _moe_finalize_routing_v2_grad(
 ) -> tuple[int, Work]:
     """The gradients of MoeFinalizeRoutingV2 in expandedX and, with scales, in the scales; rows by row.
 
-    A slot without a row has scales gradient 0, its bias notwithstanding.
+    A slot without a row has scales gradient 0.
     """
     scales, rows_in = scalesOptional, expandedXOptional
     required(gradY=gradY, expandedRowIdx=expandedRowIdx, gradExpandedXOut=gradExpandedXOut)

@@ -202,20 +202,15 @@ def combine_biased_body(
                 total = total + some(init_more, t * init_more_stride + h, count)
             for s in range(first, last):
                 r = int64(row_of_slot[s])
-                e = int64(-1)
-                if not is_null(bias):
-                    e = int64(expert_of_slot[s])
-                has_row = 0 <= r < num_rows
-                has_bias = 0 <= e < num_experts
                 w = np.float32(1)
                 if not is_null(weights):
                     w = weights[s]
-                if (has_row or has_bias) and w != ZERO:
-                    term = zeros()
-                    if has_row:
-                        term = some(rows, r * rows_stride + h, count)
-                    if has_bias:
-                        term = term + some(bias, e * hidden + h, count)
+                if 0 <= r < num_rows and w != ZERO:
+                    term = some(rows, r * rows_stride + h, count)
+                    if not is_null(bias):
+                        e = int64(expert_of_slot[s])
+                        if 0 <= e < num_experts:
+                            term = term + some(bias, e * hidden + h, count)
                     if not is_null(weights):
                         term = splat(w) * term
                     total = total + term

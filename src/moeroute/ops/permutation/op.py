@@ -425,8 +425,8 @@ def combine(
     rows and weights as often as you like.
 
     For MoeFinalizeRouting, outside autograd: `init` [T, H] is where the sum starts, or a pair of them, added up
-    first; with `bias` [E, H] a slot adds ``weights[s] * (row + bias[expert_of_slot[s]])``, also where it has no
-    row (which counts as 0), and no bias where its expert is none. `out`: write there instead, outside autograd.
+    first; with `bias` [E, H] a slot adds ``weights[s] * (row + bias[expert_of_slot[s]])``, and no bias where its
+    expert is none. `out`: write there instead, outside autograd.
 
     Equivalent torch: ``(rows[plan.row_of_slot] * weights[:, None]).reshape(T, K, H).sum(1)``, in float32,
     where every slot has a row.

@@ -74,9 +74,8 @@ def combine(
             experts = _with_zero_row(_valid(expert_of_slot, bias.shape[0]))
             experts[-1] = bias.shape[0]
             experts = experts[slots]
-            has_bias = experts < bias.shape[0]
-            term = torch.where(has_bias[:, None], term + _wide(_with_zero_row(bias)[experts]), term)
-            used = used | has_bias
+            has_bias = (experts < bias.shape[0])[:, None]
+            term = torch.where(has_bias, term + _wide(_with_zero_row(bias)[experts]), term)
         if weights is not None:
             weight = _wide(_with_zero_row(weights.reshape(-1))[slots])
             used = used & (weight != 0)

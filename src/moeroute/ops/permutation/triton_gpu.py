@@ -94,23 +94,16 @@ def combine_kernel(
             slot = first + base + k
             live = (slot >= 0) & (slot < last)
             row = tl.load(row_of_slot + slot, mask=live, other=-1)
-            has_row = (row >= 0) & (row < num_rows)
-            used = has_row
-            if bias is not None:
-                expert = tl.load(expert_of_slot + slot, mask=live, other=-1)
-                has_bias = (expert >= 0) & (expert < num_experts)
-                used = used | has_bias
+            used = (row >= 0) & (row < num_rows)
             if weights is not None:
                 weight = widen(tl.load(weights + slot, mask=live, other=0))
                 used = used & (weight != 0)
-            has_row = has_row & used
             term = widen(
-                tl.load(
-                    rows + row.to(tl.int64)[:, None] * rows_stride + column, mask=has_row[:, None] & inside, other=0
-                )
+                tl.load(rows + row.to(tl.int64)[:, None] * rows_stride + column, mask=used[:, None] & inside, other=0)
             )
             if bias is not None:
-                has_bias = (has_bias & used)[:, None]
+                expert = tl.load(expert_of_slot + slot, mask=used, other=-1)
+                has_bias = ((expert >= 0) & (expert < num_experts))[:, None]
                 more = widen(
                     tl.load(bias + expert.to(tl.int64)[:, None] * hidden + column, mask=has_bias & inside, other=0)
                 )

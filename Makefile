@@ -38,15 +38,15 @@ aclnn: $(VENV)/ready
 
 # On a machine with a GPU: uses the torch and Triton of $(PYTHON), installs nothing.
 gpu-check:
-	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+	$(PYTHON) tools/gpu_check.py $(ARGS)
 
 # Every specialisation of the Triton kernels, compiled for NVIDIA and AMD without a GPU, into docs/kernels.md.
 kernels: $(VENV)/ready
-	env -u TRITON_INTERPRET $(BIN)/python benchmarks/kernels.py $(ARGS)
+	env -u TRITON_INTERPRET $(BIN)/python tools/kernels.py $(ARGS)
 
 # The same kernels, lowered for Ascend, in an environment of their own (build/ascend).
 ascend-check: $(VENV)/ready
-	env -u TRITON_INTERPRET $(BIN)/python benchmarks/ascend_check.py
+	env -u TRITON_INTERPRET $(BIN)/python tools/ascend_check.py
 
 clean:
 	rm -rf $(VENV) out build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

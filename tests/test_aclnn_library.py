@@ -107,7 +107,7 @@ int main(int, char **arguments)
 }
 """
 
-# Microseconds of both phases on small tensors.
+# Compiled once, beside the examples.
 PROGRAMS = {"life": LIFE, "threads": THREADS, "privately": PRIVATELY}
 
 

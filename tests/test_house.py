@@ -204,6 +204,7 @@ def texts() -> Iterator[Path]:
         "src/**/*.py",
         "docs/**/*",
         "benchmarks/**/*",
+        "tools/**/*",
         "tests/**/*.py",
         "*.md",
         "*.toml",
@@ -211,6 +212,13 @@ def texts() -> Iterator[Path]:
         "Makefile",
     ):
         yield from (file for file in ROOT.glob(pattern) if file.is_file() and file.suffix not in (".png", ".pyc"))
+
+
+def test_no_tool_is_longer_than_a_reader_takes_in() -> None:
+    files = list((ROOT / "tools").glob("*.py"))
+    assert files
+    for file in files:
+        assert (lines := len(file.read_text().splitlines())) <= 600, f"{file.name}: {lines} lines"
 
 
 def test_no_path_of_one_machine() -> None:

@@ -185,7 +185,7 @@ def test_devices_get_triton_unasked(monkeypatch: pytest.MonkeyPatch, fresh_answe
 
 
 def test_the_gpu_check_can_be_rehearsed(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--rehearse", "--out", str(tmp_path)]
+    command = [sys.executable, str(ROOT / "tools" / "gpu_check.py"), "--rehearse", "--out", str(tmp_path)]
     steps = ["speed", "runs", "large", "sync"]
     done = subprocess.run([*command, "--only", *steps], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,7 +18,7 @@ if sys.platform != "linux":
     pytest.skip("Triton's compilers are for Linux", allow_module_level=True)
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
+TOOLS = ROOT / "tools"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942", "gfx950")
 
 
@@ -47,7 +47,7 @@ KERNELS = kernels_of_the_tree()
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("compiled")
     more = ["--all"] if os.environ.get("MOEROUTE_LARGE") else []
-    run(BENCHMARKS / "kernels.py", "--check", folder / "found.json", *more, cache=folder / "cache")
+    run(TOOLS / "kernels.py", "--check", folder / "found.json", *more, cache=folder / "cache")
     return json.loads((folder / "found.json").read_text())
 
 
@@ -108,7 +108,7 @@ def test_ascend(tmp_path: Path) -> None:
     """Every kernel is lowered to Linalg by triton-ascend, where its package can be had."""
     found = json.loads(
         run(
-            BENCHMARKS / "ascend_check.py",
+            TOOLS / "ascend_check.py",
             "--json",
             *([] if os.environ.get("MOEROUTE_LARGE") else ["--few"]),
             cache=tmp_path,

@@ -9,9 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
-import specialisations
+import machine_code
+from specialisations import TARGETS, Case, record
 
 
 @triton.jit
@@ -88,7 +89,7 @@ def spread_kernel(out, x, hidden, out_stride, x_stride, BLOCK: tl.constexpr):
     tl.store(out + (at + row) * out_stride + column, value, mask=column < hidden)
 
 
-def cases() -> Iterator[specialisations.Case]:
+def cases() -> Iterator[Case]:
     tensors = [torch.zeros(1 << 15) for _ in range(3)]
     for kernel in (
         right, fuses, approximates, divides_roughly, takes_a_rough_root, doubles, adds_in_any_order, does_not_compile
@@ -104,6 +105,6 @@ def cases() -> Iterator[specialisations.Case]:
 
 
 if __name__ == "__main__":
-    work = [(target, one) for target in specialisations.TARGETS for one in specialisations.record(target, cases())]
-    done = specialisations.compile_all(work)
+    work = [(target, one) for target in TARGETS for one in record(target, cases())]
+    done = machine_code.compile_all(work)
     json.dump([[one.target, one.specialisation.name, one.faults] for one in done], sys.stdout)

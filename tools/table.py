@@ -1,7 +1,7 @@
 """Put the figures of a benchmark run into the README, between its two markers.
 
 make bench ARGS="--out benchmarks/results"
-.venv/bin/python benchmarks/table.py
+.venv/bin/python tools/table.py
 """
 
 import json

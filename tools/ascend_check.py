@@ -42,11 +42,12 @@ def environment() -> tuple[Path | None, str]:
     wanted = "\n".join(line for line in constraints.read_text().split() if line.startswith(PACKAGES))
     if ready.is_file() and ready.read_text() == wanted:
         return python, ""
-    for command in (
+    commands: tuple[list[str | Path], ...] = (
         [sys.executable, "-m", "venv", "--clear", ENVIRONMENT],
         [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
          "--constraint", constraints, *PACKAGES],
-    ):  # fmt: skip
+    )  # fmt: skip
+    for command in commands:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             return (
@@ -81,11 +82,12 @@ def lower(python: Path, specialisations: list[Any]) -> list[Lowered]:
 
 def recorded(few: bool) -> list[Any]:
     """One of each kernel, types of arguments, absence of tensors and constants; or so that each occurs."""
+    import launch_cases
     import specialisations
     from moeroute.ops import tiles
 
     tiles.ASCEND = True
-    launches = specialisations.record("sm_90", specialisations.cases())
+    launches = specialisations.record("sm_90", launch_cases.cases())
     if few:
         return specialisations.cover(launches)
     return list({(one.kernel, one.signature, one.constants): one for one in launches}.values())

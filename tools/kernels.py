@@ -17,8 +17,12 @@ from typing import Any
 
 import torch
 
+import launch_cases
+import machine_code
 import specialisations
-from specialisations import TARGETS, Compiled, Specialisation, integers, matrix, vector
+from launch_cases import integers, matrix, vector
+from machine_code import Compiled
+from specialisations import TARGETS, Specialisation
 
 PAGE = Path(__file__).parents[1] / "docs" / "kernels.md"
 BANDWIDTH = 4.8e12  # of an H200
@@ -40,7 +44,7 @@ def all_launches() -> dict[str, list[Specialisation]]:
     by_kind: dict[str, list[Specialisation]] = {}
     for target, (kind, _, _) in TARGETS.items():
         if kind not in by_kind:
-            by_kind[kind] = specialisations.distinct(specialisations.record(target, specialisations.cases()))
+            by_kind[kind] = specialisations.distinct(specialisations.record(target, launch_cases.cases()))
         recorded[target] = by_kind[kind]
     return recorded
 
@@ -139,7 +143,7 @@ def asked_for_amd(assembly: str) -> int:
         if wait := re.search(r"s_waitcnt.*vmcnt\((\d+)\)", line):
             waiting = waiting[max(len(waiting) - int(wait[1]), 0) :]
         if access := re.search(r"\b(?:global|buffer|flat)_(load|store)_[us]?(byte|short|dwordx[234]|dword)", line):
-            waiting.append(specialisations.AMD_BYTES[access[2]] if access[1] == "load" else 0)
+            waiting.append(machine_code.AMD_BYTES[access[2]] if access[1] == "load" else 0)
             most = max(most, sum(waiting))
     return most
 
@@ -216,9 +220,9 @@ def page(done: list[Compiled], cases: list[Typical]) -> str:
     for case in cases:
         for target, (kind, _, _) in TARGETS.items():
             for one in specialisations.distinct(specialisations.record(target, [(case.name, case.call)])):
-                built, _ = specialisations.build(target, one)
+                built, _ = machine_code.build(target, one)
                 asked = asked_for_nvidia(built.asm["sass"]) if kind == "cuda" else asked_for_amd(built.asm["amdgcn"])
-                compiled = specialisations.compile_for(target, one)
+                compiled = machine_code.compile_for(target, one)
                 programs = resident(compiled)
                 lines.append(
                     f"| {case.name}: `{one.name}` | {target} | {compiled.registers} | {compiled.shared} "
@@ -230,7 +234,7 @@ def page(done: list[Compiled], cases: list[Typical]) -> str:
         "## All specialisations",
         "",
         "What the launchers choose over a table of inputs in which each choice of an argument meets each choice of",
-        "every other one (`benchmarks/specialisations.py`). Largest values over all of them; on AMD vector registers.",
+        "every other one (`tools/launch_cases.py`). Largest values over all of them; on AMD vector registers.",
         "",
         "| kernel | target | specialisations | registers | shared | spilled | local | |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -257,7 +261,7 @@ def main() -> int:
     launches = all_launches()
     everything = [(target, one) for target, found in launches.items() for one in found]
     if chosen.check:
-        done = specialisations.compile_all(everything if chosen.all else suite(launches))
+        done = machine_code.compile_all(everything if chosen.all else suite(launches))
         found = [
             {"target": one.target, "kernel": one.specialisation.name, "words": str(one.specialisation),
              "case": one.specialisation.case, "faults": one.faults}
@@ -265,7 +269,7 @@ def main() -> int:
         ]  # fmt: skip
         Path(chosen.check).write_text(json.dumps(found))
         return 0
-    done = specialisations.compile_all(everything)
+    done = machine_code.compile_all(everything)
     PAGE.write_text(page(done, list(typical())))
     faulty = [one for one in done if one.faults]
     for one in faulty:

@@ -28,6 +28,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ class Route:
         rows = moeroute.permute(self.tokens, plan, backend=backend)
         output = moeroute.unpermute(rows, plan, gating.weights, backend=backend)
         grad_rows, grad_weights = moeroute.unpermute_backward(output, rows, plan, gating.weights, backend=backend)
+        assert grad_weights is not None
         grad_tokens = moeroute.permute_backward(grad_rows, plan, backend=backend)
         grad_logits = moeroute.gating_topk_backward(
             gating.scores, grad_weights, gating.expert_ids, score="sigmoid", renormalize=True, scaling_factor=2.5,
@@ -193,6 +195,7 @@ def large(setting: Setting) -> dict[str, Any]:
         assert_same_bits(grad_rows[part], scaled.bfloat16(), f"gradient rows from {first}")
     # Whole numbers below 2^24: the sum is exact in any order.
     dots = (tokens[:, 0].float() ** 2 * (hidden - 1) + 1)[:, None].expand(-1, topk)
+    assert grad_weights is not None
     assert_close_to_exact(grad_weights, dots.double())
     return {"elements": elements, "above 2^31": elements > 2**31}
 
@@ -361,11 +364,11 @@ def row_speed(setting: Setting, num_tokens: int, topk: int, hidden: int) -> list
             print(f"without the other libraries: {type(error).__name__}: {str(error)[:200]}")
     lines = []
     for name, count, ours, composition in cases:
-        for mine, theirs in zip(_tensors(ours()), _tensors(composition()), strict=True):
-            assert_close_to_exact(mine, theirs.double().reshape(mine.shape), name)
+        for found, expected in zip(_tensors(ours()), _tensors(composition()), strict=True):
+            assert_close_to_exact(found, expected.double().reshape(found.shape), name)
         source = torch.empty(count // 2, dtype=torch.uint8, device=setting.device)
         target = torch.empty_like(source)
-        copy = seconds(setting, lambda target=target, source=source: target.copy_(source))
+        copy = seconds(setting, partial(target.copy_, source))
         mine = seconds(setting, ours)
         line = {
             "operator": name, "T": num_tokens, "K": topk, "H": hidden, "bytes": count, "us": mine * 1e6,

@@ -1,0 +1,304 @@
+"""The inputs with which every launcher of the Triton kernels is called, to see which specialisations it chooses.
+
+Each choice of an argument meets each choice of every other argument of the same function.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specialisations import Case
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def pairs(**axes: Sequence[Any]) -> list[dict[str, Any]]:
+    """Few combinations in which each choice of an axis meets each choice of every other axis."""
+    names = list(axes)
+    missing = {
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(range(len(names)), 2)
+        for i in range(len(axes[names[a]]))
+        for j in range(len(axes[names[b]]))
+    }
+    found = []
+    while missing:
+        chosen = dict(min(missing))
+        for axis, name in enumerate(names):
+            if axis not in chosen:
+                gain = [
+                    sum(tuple(sorted(((axis, choice), other))) in missing for other in chosen.items())
+                    for choice in range(len(axes[name]))
+                ]
+                chosen[axis] = gain.index(max(gain))
+        missing -= set(itertools.combinations(sorted(chosen.items()), 2))
+        found.append({name: axes[name][chosen[axis]] for axis, name in enumerate(names)})
+    return found
+
+
+def over(function: Callable[..., Any], **axes: Sequence[Any]) -> Iterator[Case]:
+    for chosen in pairs(**axes):
+        words = ", ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in chosen.items())
+        yield f"{function.__name__}({words})", partial(function, **chosen)
+
+
+LAYOUTS = ("side by side", "apart", "askew", "vast")
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str = "side by side") -> Tensor:
+    """`apart`: rows at an odd distance. `askew`: not on a 16-byte boundary. `vast`: beyond 2 GiB, never touched."""
+    if layout == "apart":
+        return torch.empty((rows, columns + 1), dtype=dtype)[:, :columns]
+    if layout == "askew":
+        return torch.empty(rows * columns + 1, dtype=dtype)[1:].view(rows, columns)
+    if layout == "vast":
+        distance = (2**31 // dtype.itemsize // (rows - 1) // 16 + 1) * 16
+        return torch.empty_strided((rows, columns), (distance, 1), dtype=dtype)
+    return torch.empty((rows, columns), dtype=dtype)
+
+
+def vector(size: int, dtype: torch.dtype, layout: str = "side by side") -> Tensor:
+    return torch.zeros(size + 1, dtype=dtype)[1:] if layout == "askew" else torch.zeros(size, dtype=dtype)
+
+
+TOKENS = 16
+HIDDEN = (7168, 2049, 512, 144, 64, 1)
+EXPERTS = 16
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax")
+integers = partial(vector, dtype=torch.int32)
+
+
+def permutation_cases() -> Iterator[Case]:
+    from moeroute.ops.permutation import triton_gpu
+
+    def offsets(ragged: bool) -> Tensor | None:
+        return integers(TOKENS + 1) if ragged else None
+
+    def combine(
+        dtype: torch.dtype, weights: torch.dtype | None, hidden: int, topk: int, starts: int, layout: str, bias: bool,
+        ragged: bool, out: str | None,
+    ) -> None:  # fmt: skip
+        slots = TOKENS * topk
+        triton_gpu.combine(
+            matrix(slots, hidden, dtype, layout), None if weights is None else vector(slots, weights),
+            integers(slots), offsets(ragged), TOKENS,
+            init=matrix(TOKENS, hidden, dtype, layout) if starts else None,
+            init_more=matrix(TOKENS, hidden, dtype, layout) if starts > 1 else None,
+            bias=matrix(EXPERTS, hidden, dtype) if bias else None,
+            expert_of_slot=integers(slots) if bias else None,
+            out=None if out is None else matrix(TOKENS, hidden, dtype, out),
+        )  # fmt: skip
+
+    yield from over(
+        combine, dtype=FLOATS, weights=(None, *FLOATS), hidden=HIDDEN, topk=(1, 2, 4, 8), starts=(0, 1, 2),
+        layout=LAYOUTS, bias=(False, True), ragged=(False, True), out=(None, *LAYOUTS),
+    )  # fmt: skip
+
+    def spread(
+        dtype: torch.dtype, weights: torch.dtype | None, hidden: int, topk: int, layout: str, ragged: bool,
+        out: str | None,
+    ) -> None:  # fmt: skip
+        slots = TOKENS * topk
+        triton_gpu.spread(
+            matrix(TOKENS, hidden, dtype, layout), None if weights is None else vector(slots, weights),
+            integers(slots), integers(slots), offsets(ragged),
+            out=None if out is None else matrix(slots, hidden, dtype, out),
+        )  # fmt: skip
+
+    axes = {"hidden": HIDDEN, "topk": (1, 2, 4, 8), "layout": LAYOUTS, "ragged": (False, True), "out": (None, *LAYOUTS)}
+    yield from over(spread, dtype=FLOATS, weights=(None, *FLOATS), **axes)
+    yield from over(spread, dtype=(torch.uint8, torch.int64, torch.complex64), weights=(None,), **axes)
+
+    def row_dots(
+        dtype: torch.dtype, dots: torch.dtype, hidden: int, topk: int, layout: str, ragged: bool, bias: bool
+    ) -> None:
+        slots = TOKENS * topk
+        triton_gpu.row_dots(
+            matrix(slots, hidden, dtype, layout), matrix(TOKENS, hidden, dtype, layout), integers(slots),
+            offsets(ragged), dots, bias=matrix(EXPERTS, hidden, dtype) if bias else None,
+            expert_of_slot=integers(slots) if bias else None,
+        )  # fmt: skip
+
+    yield from over(
+        row_dots, dtype=FLOATS, dots=FLOATS, hidden=HIDDEN, topk=(1, 8), layout=LAYOUTS, ragged=(False, True),
+        bias=(False, True),
+    )  # fmt: skip
+
+    def spread_dots(
+        dtype: torch.dtype, weights: torch.dtype, hidden: int, topk: int, layout: str, ragged: bool, out: str | None
+    ) -> None:
+        slots = TOKENS * topk
+        triton_gpu.spread_dots(
+            matrix(TOKENS, hidden, dtype, layout), matrix(slots, hidden, dtype, layout), vector(slots, weights),
+            integers(slots), integers(slots), offsets(ragged),
+            out=(None, None) if out is None else (matrix(slots, hidden, dtype, out), vector(slots, weights)),
+        )  # fmt: skip
+
+    yield from over(
+        spread_dots, dtype=FLOATS, weights=FLOATS, hidden=HIDDEN, topk=(1, 8), layout=LAYOUTS, ragged=(False, True),
+        out=(None, *LAYOUTS),
+    )  # fmt: skip
+
+    def take(dtype: torch.dtype, size: int, layout: str) -> None:
+        triton_gpu.take(vector(size, dtype, layout), integers(size))
+
+    yield from over(
+        take, dtype=(*FLOATS, torch.uint8, torch.int64), size=(1, 16, 5000), layout=("side by side", "askew")
+    )
+
+    def slot_weights(dtype: torch.dtype, experts: int, topk: int, ragged: bool, layout: str) -> None:
+        triton_gpu.slot_weights(
+            matrix(TOKENS, experts, dtype, layout), integers(TOKENS * topk), offsets(ragged)
+        )  # fmt: skip
+
+    experts = (1, 8, 60, 256, 8192)
+    yield from over(
+        slot_weights, dtype=FLOATS, experts=experts, topk=(1, 8), ragged=(False, True), layout=("side by side", "askew")
+    )
+
+    def slot_weights_backward(
+        dtype: torch.dtype, experts: int, topk: int, ragged: bool, accumulate: bool, out: str | None
+    ) -> None:
+        triton_gpu.slot_weights_backward(
+            vector(TOKENS * topk, dtype), integers(TOKENS * topk), offsets(ragged), TOKENS, experts, accumulate,
+            out=None if out is None else matrix(TOKENS, experts, dtype, out),
+        )  # fmt: skip
+
+    yield from over(
+        slot_weights_backward, dtype=FLOATS, experts=experts, topk=(1, 8), ragged=(False, True),
+        accumulate=(False, True), out=(None, "askew"),
+    )  # fmt: skip
+
+
+def gating_cases() -> Iterator[Case]:
+    from moeroute.ops.gating import triton_gpu
+
+    def gating_topk(
+        experts: int, groups: int, k: int, score: str, dtype: torch.dtype, bias: torch.dtype | None,
+        given: torch.dtype | None, weights: torch.dtype, group_score: str, renormalize: bool, layout: str, out: bool,
+    ) -> None:  # fmt: skip
+        groups = groups if experts % groups == 0 else 1
+        kept = max(groups // 2, 1)
+        if given is None:
+            k = min(k, experts // groups * kept)
+        triton_gpu.gating_topk(
+            matrix(TOKENS, experts, dtype, layout), None if bias is None else vector(experts, bias),
+            None if given is None else matrix(TOKENS, k, given, layout), k, score, groups, kept, group_score,
+            renormalize, 1.0, 1e-20, weights,
+            (matrix(TOKENS, k, weights, layout), matrix(TOKENS, k, torch.int32, layout),
+             matrix(TOKENS, experts, torch.float32, layout)) if out else None,
+        )  # fmt: skip
+
+    many = (1, 8, 60, 128, 256, 384, 1024, 2048, 4096, 8192, 12288)
+    layouts = ("side by side", "apart", "askew")
+    yield from over(
+        gating_topk, experts=many, groups=(1, 4, 8, 32), k=(1, 6, 8, 32, 40), score=SCORES, dtype=FLOATS,
+        bias=(None, *FLOATS), given=(None, torch.int32, None, torch.int64, torch.uint8, torch.uint64), weights=FLOATS,
+        group_score=("max", "top2_sum"), renormalize=(False, True), layout=layouts, out=(False, True),
+    )  # fmt: skip
+
+    def gating_topk_backward(
+        experts: int, k: int, score: str, grad: torch.dtype, ids: torch.dtype, used: bool, renormalize: bool,
+        dtype: torch.dtype, layout: str, out: bool,
+    ) -> None:  # fmt: skip
+        triton_gpu.gating_topk_backward(
+            matrix(TOKENS, experts, torch.float32, layout), matrix(TOKENS, k, grad, layout),
+            matrix(TOKENS, k, ids, layout), matrix(TOKENS, experts, torch.float32, layout) if used else None, score,
+            renormalize, 1.0, 1e-20, dtype, matrix(TOKENS, experts, dtype, layout) if out else None,
+        )  # fmt: skip
+
+    yield from over(
+        gating_topk_backward, experts=many, k=(1, 8, 40), score=SCORES, grad=FLOATS,
+        ids=(torch.int32, torch.int64, torch.uint64), used=(False, True),
+        renormalize=(False, True), dtype=FLOATS, layout=layouts, out=(False, True),
+    )  # fmt: skip
+
+
+def planning_cases() -> Iterator[Case]:
+    from moeroute.ops.planning import triton_gpu
+
+    ids_dtypes = (torch.int32, torch.int64, torch.int8, torch.uint8, torch.int16)
+    straight = ("side by side", "askew")
+    buffers = (None, *straight)
+
+    def buffer(size: int, layout: str | None) -> Tensor | None:
+        return None if layout is None else integers(size, layout=layout)
+
+    def plan_expert_ids(
+        ids: torch.dtype, slots: int, experts: int, weights: torch.dtype | None, capacity: int | None,
+        segment: int | None, align: int, num_rows: int | None, layout: str, out: str | None,
+    ) -> None:  # fmt: skip
+        triton_gpu.plan_expert_ids(
+            vector(slots, ids, layout), None if weights is None else vector(slots, weights, layout), 0, experts,
+            capacity, segment, align, num_rows, buffer(slots, out),
+        )  # fmt: skip
+
+    yield from over(
+        plan_expert_ids, ids=ids_dtypes, slots=(16, 40, 5000, 131072), experts=(1, 8, 256, 1000, 4096, 9000),
+        weights=(None, *FLOATS), capacity=(8, None), segment=(None, 8), align=(1, 8), num_rows=(512, None, 100000),
+        layout=straight, out=buffers,
+    )  # fmt: skip
+
+    def plan_any_ids(ids: torch.dtype, slots: int, num_rows: int | None, layout: str, out: str | None) -> None:
+        triton_gpu.plan_any_ids(vector(slots, ids, layout), num_rows, buffer(slots, out))
+
+    yield from over(plan_any_ids, ids=ids_dtypes, slots=(16, 5000), num_rows=(None, 512), layout=straight, out=buffers)
+
+    def plan_routing_map(
+        dtype: torch.dtype, experts: int, weights: torch.dtype | None, topk: int | None, fill: bool, capacity: int,
+        segment: int | None, align: int, num_rows: int | None, layout: str,
+    ) -> None:  # fmt: skip
+        triton_gpu.plan_routing_map(
+            matrix(TOKENS, experts, dtype, layout),
+            None if weights is None else matrix(TOKENS, experts, weights, layout),
+            0, experts, None if fill else topk, fill, capacity, segment, align, num_rows,
+        )  # fmt: skip
+
+    yield from over(
+        plan_routing_map, dtype=(torch.bool, torch.int8, torch.uint8), experts=(8, 60, 256, 4096),
+        weights=(None, *FLOATS), topk=(None, 1, 8), fill=(False, True), capacity=(8,), segment=(None, 8),
+        align=(1, 8), num_rows=(512, None), layout=straight,
+    )  # fmt: skip
+
+    def plan_row_of_slot(
+        ids: torch.dtype, experts: torch.dtype | None, slots: int, layout: str, out: str | None
+    ) -> None:
+        triton_gpu.plan_row_of_slot(
+            vector(slots, ids, layout), None if experts is None else vector(slots, experts, layout), 512, 0,
+            buffer(slots, out),
+        )  # fmt: skip
+
+    yield from over(
+        plan_row_of_slot, ids=ids_dtypes, experts=(None, *ids_dtypes), slots=(16, 5000), layout=straight, out=buffers
+    )
+
+    def plan_token_ids(
+        ids: torch.dtype, rows: torch.dtype | None, slots: int, experts: int | None, layout: str, out: str | None
+    ) -> None:
+        triton_gpu.plan_token_ids(
+            vector(slots, ids, layout), None if rows is None else vector(slots, rows, layout), TOKENS, 512, experts,
+            buffer(slots, out),
+        )  # fmt: skip
+
+    yield from over(
+        plan_token_ids, ids=ids_dtypes, rows=(None, *ids_dtypes), slots=(16, 5000), experts=(None, 1, 8),
+        layout=straight, out=buffers,
+    )  # fmt: skip
+
+    def plan_segments(lengths: torch.dtype, ranks: int, experts: int, layout: str, out: str | None) -> None:
+        triton_gpu.plan_segments(matrix(ranks, experts, lengths, layout), 5000, buffer(5000, out))
+
+    yield from over(
+        plan_segments, lengths=(torch.int64, torch.int32), ranks=(1, 8), experts=(1, 32, 256), layout=straight,
+        out=buffers,
+    )  # fmt: skip
+
+
+def cases() -> Iterator[Case]:
+    yield from gating_cases()
+    yield from planning_cases()
+    yield from permutation_cases()

@@ -130,37 +130,51 @@ def test_grouped_linear_derivatives(sizes: list[int]) -> None:
     torch.autograd.gradcheck(function, (rows, weight))
     torch.autograd.gradgradcheck(function, (rows, weight))
 
+    bias = torch.randn(len(sizes), 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    for row, expert in enumerate(expert_of_row):
+        expected[row] += bias[expert]
+
+    def of_stored(rows: Tensor, stored: Tensor, bias: Tensor) -> Tensor:
+        return grouped_linear(rows, stored.transpose(1, 2), sizes, bias)
+
+    stored = weight.detach().transpose(1, 2).contiguous().requires_grad_()  # [E, I, O]
+    torch.testing.assert_close(of_stored(rows, stored, bias), expected)
+    torch.autograd.gradcheck(of_stored, (rows, stored, bias))
+    torch.autograd.gradgradcheck(of_stored, (rows, stored, bias))
+
 
 @pytest.mark.parametrize("sizes", [[3], [2, 1], [0, 3], [0, 0]], ids=str)
 def test_rows_beyond_the_segments_are_never_read(sizes: list[int]) -> None:
     # B164: with one group of three in a buffer of five, the two spare rows got into the weight's gradient.
     live = sum(sizes)
     rows, grad = torch.randn(5, 3), torch.randn(5, 4)
-    weight = torch.randn(len(sizes), 4, 3)
+    weight, bias = torch.randn(len(sizes), 4, 3), torch.randn(len(sizes), 4)
     results = []
     for poison in (float("nan"), 7.0):
         rows[live:], grad[live:] = poison, poison
-        leaf, parameter = rows.clone().requires_grad_(), weight.clone().requires_grad_()
-        output = grouped_linear(leaf, parameter, sizes)
-        grad_rows, grad_weight = torch.autograd.grad(output, (leaf, parameter), grad)
+        leaves = tuple(t.clone().requires_grad_() for t in (rows, weight, bias))
+        output = grouped_linear(*leaves[:2], sizes, leaves[2])
+        grad_rows, grad_weight, grad_bias = torch.autograd.grad(output, leaves, grad)
         torch.testing.assert_close(output[live:], torch.zeros(5 - live, 4), rtol=0, atol=0)
         torch.testing.assert_close(grad_rows[live:], torch.zeros(5 - live, 3), rtol=0, atol=0)
-        results.append((output, grad_rows, grad_weight))
+        results.append((output, grad_rows, grad_weight, grad_bias))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
     start = 0
     for expert, size in enumerate(sizes):
         stop = start + size
         expected = grad[start:stop].T @ rows[start:stop]
         torch.testing.assert_close(results[0][2][expert], expected, rtol=0, atol=0)
+        torch.testing.assert_close(results[0][3][expert], grad[start:stop].sum(0))
         start = stop
 
 
 def test_grouped_operators_pass_opcheck() -> None:
     rows = torch.randn(5, 3, requires_grad=True)
     sizes = torch.tensor([2, 0, 3])
-    torch.library.opcheck(
-        torch.ops.moeroute.grouped_linear.default, (rows, torch.randn(3, 4, 3, requires_grad=True), sizes)
-    )
+    weight, bias = torch.randn(3, 4, 3, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    torch.library.opcheck(torch.ops.moeroute.grouped_linear.default, (rows, weight, sizes, None))
+    swapped = torch.randn(3, 3, 4).mT.requires_grad_()
+    torch.library.opcheck(torch.ops.moeroute.grouped_linear.default, (rows, swapped, sizes, bias))
     torch.library.opcheck(
         torch.ops.moeroute.grouped_outer.default, (rows, torch.randn(5, 2, requires_grad=True), sizes)
     )
@@ -182,9 +196,10 @@ def test_forward_mode_has_the_right_tangents() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(5, 3, generator=generator, dtype=torch.float64)
     weight = torch.randn(2, 4, 3, generator=generator, dtype=torch.float64)
+    bias = torch.zeros(2, 4, dtype=torch.float64)
 
     def function(rows: Tensor, weight: Tensor) -> Tensor:
-        return grouped_linear(rows, weight, [3, 1]).sin()
+        return grouped_linear(rows, weight, [3, 1], bias).sin()
 
     primals, tangents = (rows, weight), (rows.cos(), weight.cos())
     _, got = torch.func.jvp(function, primals, tangents)
@@ -233,15 +248,56 @@ def test_weights_are_not_copied_and_have_one_gradient() -> None:
     assert sum(size >= nbytes / 8 for size in backward.fresh) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_of_a_transposed_weight_lies_as_the_weight_does(dtype: torch.dtype) -> None:
+    # A gradient of other strides than its parameter's is copied when autograd keeps it: one more of that size.
+    rows = torch.randn(8, 16, dtype=dtype, requires_grad=True)
+    weight = torch.randn(64, 16, 32, dtype=dtype, requires_grad=True)  # [E, I, O]
+    with Watch() as watch:
+        grouped_linear(rows, weight.transpose(1, 2), [1] * 8 + [0] * 56).sum().backward()
+    assert sum(size >= weight.untyped_storage().nbytes() for size in watch.fresh) == 1
+    assert weight.grad is not None
+    assert weight.grad.is_contiguous()
+    for expert in range(9):
+        expected = rows[expert, :, None].expand(16, 32) if expert < 8 else torch.zeros(16, 32, dtype=dtype)
+        torch.testing.assert_close(weight.grad[expert], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_bias_is_rounded_with_the_product(dtype: torch.dtype) -> None:
+    """As by `torch.nn.functional.linear`; its gradient adds up without the half type's rounding of each term."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (
+        torch.randn(300, 24, generator=generator).to(dtype),
+        torch.randn(2, 5, 24, generator=generator).to(dtype),
+    )
+    bias = (8 * torch.randn(2, 5, generator=generator)).to(dtype).requires_grad_()
+    output = grouped_linear(rows, weight, [100, 200], bias)
+    exact = torch.cat([
+        rows[:100].double() @ weight[0].double().T + bias[0].double(),
+        rows[100:].double() @ weight[1].double().T + bias[1].double(),
+    ])  # fmt: skip
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(output.double(), exact, rtol=eps / 2 * 1.01, atol=50 * 2**-24)
+    grad = torch.randn(300, 5, generator=generator).to(dtype)
+    (got,) = torch.autograd.grad(output, bias, grad)
+    expected = torch.stack([grad[:100].double().sum(0), grad[100:].double().sum(0)])
+    torch.testing.assert_close(got.double(), expected, rtol=eps / 2 * 1.01, atol=1e-4)
+
+
 def test_grouped_linear_in_autocast() -> None:
     rows, weight = torch.randn(4, 6), torch.randn(2, 5, 6, requires_grad=True)
+    bias = torch.randn(2, 5, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output = grouped_linear(rows, weight, [1, 3])
-        like = nn.functional.linear(rows, weight[1])
+        output = grouped_linear(rows, weight, [1, 3], bias)
+        like = nn.functional.linear(rows[1:], weight[1], bias[1])
     assert output.dtype == like.dtype == torch.bfloat16
+    torch.testing.assert_close(output[1:], like)
     output.float().sum().backward()
     assert weight.grad is not None
-    assert weight.grad.dtype == torch.float32
+    assert bias.grad is not None
+    assert weight.grad.dtype == bias.grad.dtype == torch.float32
+    torch.testing.assert_close(bias.grad, torch.tensor([[1.0], [3.0]]).expand(2, 5))
 
 
 # ---------------------------------------------------------------------------- the layer
@@ -657,6 +713,10 @@ ROWS, WEIGHT = torch.randn(4, 3), torch.randn(2, 5, 3)
         (lambda: grouped_linear(ROWS, WEIGHT[..., :2], [1, 1]), ValueError, "weight must be .* I = 3"),
         (lambda: grouped_linear(ROWS, WEIGHT.double(), [1, 1]), TypeError, "weight must be torch.float32, as rows; got torch.float64"),
         (lambda: grouped_linear(ROWS, WEIGHT.to("meta"), [1, 1]), ValueError, "weight must be on cpu, as rows; got meta"),
+        (lambda: grouped_linear(ROWS, WEIGHT, [1, 1], 3), TypeError, "bias must be a torch.Tensor; got int"),
+        (lambda: grouped_linear(ROWS, WEIGHT, [1, 1], torch.zeros(5)), ValueError, r"bias must be \[E, O\] = \[2, 5\], as weight; got shape \[5\]"),
+        (lambda: grouped_linear(ROWS, WEIGHT, [1, 1], torch.zeros(2, 5).half()), TypeError, "bias must be torch.float32, as rows; got torch.float16"),
+        (lambda: grouped_linear(ROWS, WEIGHT, [1, 1], torch.zeros(2, 5, device="meta")), ValueError, "bias must be on cpu, as rows; got meta"),
         (lambda: grouped_linear(ROWS, WEIGHT, [1]), ValueError, r"sizes must be \[E\] with E = 2, as weight; got shape \[1\]"),
         (lambda: grouped_linear(ROWS, WEIGHT, [1.0, 2.0]), TypeError, "sizes must be an int; got float"),
         (lambda: grouped_linear(ROWS, WEIGHT, torch.tensor([1.0, 2.0])), TypeError, "sizes must be torch.int64"),

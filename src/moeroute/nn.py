@@ -45,14 +45,15 @@ PARAMETERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # expert 1, and so on; rows beyond the last segment are padding and are never read. Two operators,
 # closed under differentiation:
 #
-#   y = grouped_linear(x, w)    y_e = x_e w_e^T       dx = grouped_linear(dy, w^T)   dw = grouped_outer(dy, x)
-#   g = grouped_outer(a, b)     g_e = a_e^T b_e       da = grouped_linear(b, dg)     db = grouped_linear(a, dg^T)
+#   y = grouped_linear(x, w, c)   y_e = x_e w_e^T + c_e   dx = grouped_linear(dy, w^T)   dw = grouped_outer(dy, x)
+#                                                         dc = grouped_outer(dy, 1)
+#   g = grouped_outer(a, b)       g_e = a_e^T b_e         da = grouped_linear(b, dg)     db = grouped_linear(a, dg^T)
 #
 # Autograd's own way, weight[e] in a loop, would build a gradient of the size of all experts for each.
 # ---------------------------------------------------------------------------------------------------
 
 LIBRARY = torch.library.Library("moeroute", "FRAGMENT")
-LIBRARY.define("grouped_linear(Tensor rows, Tensor weight, Tensor sizes) -> Tensor")
+LIBRARY.define("grouped_linear(Tensor rows, Tensor weight, Tensor sizes, Tensor? bias) -> Tensor")
 LIBRARY.define("grouped_outer(Tensor left, Tensor right, Tensor sizes) -> Tensor")
 
 
@@ -69,12 +70,16 @@ def _segments(operator: str, sizes: Tensor, num_rows: int) -> list[tuple[int, in
     return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
-def _grouped_linear_kernel(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+def _grouped_linear_kernel(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
     segments = _segments("nn.grouped_linear", sizes, rows.shape[0])
     out = memory.empty((rows.shape[0], weight.shape[1]), rows.dtype, rows.device)
     for expert, (start, stop) in enumerate(segments):
         if stop > start:
-            torch.mm(rows[start:stop], weight[expert].t(), out=out[start:stop])
+            matrix = weight[expert].t()
+            if bias is None:
+                torch.mm(rows[start:stop], matrix, out=out[start:stop])
+            else:
+                torch.addmm(bias[expert], rows[start:stop], matrix, out=out[start:stop])
     out[segments[-1][1] if segments else 0 :].zero_()
     return out
 
@@ -95,7 +100,7 @@ LIBRARY.impl("grouped_outer", _grouped_outer_kernel, "CompositeExplicitAutograd"
 
 
 @torch.library.register_fake("moeroute::grouped_linear", lib=LIBRARY)
-def _grouped_linear_shape(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+def _grouped_linear_shape(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[1])
 
 
@@ -104,12 +109,14 @@ def _grouped_outer_shape(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
     return left.new_empty(sizes.shape[0], left.shape[1], right.shape[1])
 
 
-def _linear(rows: Tensor, weight: Tensor, sizes: Tensor) -> Tensor:
+def _linear(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
     if forward_ad._current_level < 0:
-        return torch.ops.moeroute.grouped_linear.default(rows, weight, sizes)
+        return torch.ops.moeroute.grouped_linear.default(rows, weight, sizes, bias)
     # A registered operator loses tangents without a word; torch's own do not.
     segments = _segments("nn.grouped_linear", sizes, rows.shape[0])
     parts = [rows[start:stop] @ weight[expert].t() for expert, (start, stop) in enumerate(segments)]
+    if bias is not None:
+        parts = [part + bias[expert] for expert, part in enumerate(parts)]
     padding = rows.new_zeros(rows.shape[0] - sum(len(part) for part in parts), weight.shape[1])
     return torch.cat([*parts, padding])
 
@@ -121,16 +128,23 @@ def _outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
     return torch.stack([left[start:stop].t() @ right[start:stop] for start, stop in segments])
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])  # nothing depends on the bias
 
 
-def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
     rows, weight, sizes = ctx.saved_tensors
-    needs_rows, needs_weight, _ = ctx.needs_input_grad
+    needs_rows, needs_weight, _, needs_bias = ctx.needs_input_grad
     grad_rows = _linear(grad, weight.transpose(1, 2), sizes) if needs_rows else None
-    grad_weight = _outer(grad, rows, sizes) if needs_weight else None
-    return grad_rows, grad_weight, None
+    grad_weight = grad_bias = None
+    if needs_weight and weight.stride(1) == 1:
+        # A transposed weight [E, I, O]: a gradient of other strides would be copied when it is kept.
+        grad_weight = _outer(rows, grad, sizes).transpose(1, 2)
+    elif needs_weight:
+        grad_weight = _outer(grad, rows, sizes)
+    if needs_bias:
+        grad_bias = _outer(grad, grad.new_ones(grad.shape[0], 1), sizes).squeeze(2)
+    return grad_rows, grad_weight, None, grad_bias
 
 
 def _grouped_outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -153,25 +167,29 @@ def _autocast_is_on(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int]) -> Tensor:
-    """One linear map per expert over contiguous segments: ``out[segment e] = rows[segment e] @ weight[e].T``.
+def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """One linear map per expert over contiguous segments: ``out[segment e] = rows[segment e] @ weight[e].T + bias[e]``.
 
-    Rows beyond the last segment are padding: they are not read, their output and their gradient are 0.
+    Rows beyond the last segment are padding: they are not read, their output and their gradient are 0, with a bias too.
     Every product is written where it belongs, forward and backward; nothing is copied or concatenated.
     Like `torch.nn.Linear` it works in autocast's dtype where autocast is on. Differentiable to any order,
     forward mode included.
 
     Args:
         rows: [R, I], float.
-        weight: [E, O, I], the dtype of rows.
+        weight: [E, O, I], the dtype of rows; of any strides, so a weight that is stored as [E, I, O] is
+            given as ``weight.transpose(1, 2)``, and its gradient lies as the weight does.
         sizes: [E] rows of each expert, in order: ints, or an int64 tensor (on another device it is
             fetched: a synchronisation).
+        bias: [E, O], the dtype of rows, or None.
 
     >>> import torch
     >>> from moeroute.nn import grouped_linear
     >>> rows = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     >>> grouped_linear(rows, torch.tensor([[[10.0]], [[100.0]]]), [2, 1]).T
     tensor([[ 10.,  20., 300.,   0.]])
+    >>> grouped_linear(rows, torch.tensor([[[10.0]], [[100.0]]]), [2, 1], torch.tensor([[1.0], [2.0]])).T
+    tensor([[ 11.,  21., 302.,   0.]])
     """
     operator = "nn.grouped_linear"
     check.tensor(operator, "rows", rows)
@@ -183,6 +201,11 @@ def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int]) 
     if weight.ndim != 3 or weight.shape[2] != rows.shape[1]:
         raise check.wrong_shape(operator, "weight", f"[E, O, I] with I = {rows.shape[1]}, as rows", weight)
     check.same_device(operator, "rows", rows, "weight", weight)
+    if bias is not None:
+        check.tensor(operator, "bias", bias)
+        if bias.shape != weight.shape[:2]:
+            raise check.wrong_shape(operator, "bias", f"[E, O] = {list(weight.shape[:2])}, as weight", bias)
+        check.same_device(operator, "rows", rows, "bias", bias)
     sizes = _sizes(operator, "sizes", sizes, rows.shape[0])
     if sizes.dtype != torch.int64:
         raise check.wrong_dtype(operator, "sizes", "torch.int64", sizes)
@@ -192,11 +215,15 @@ def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int]) 
     if _autocast_is_on(device):
         autocast = torch.get_autocast_dtype(device)
         rows, weight = (t if t.dtype == torch.float64 else t.to(autocast) for t in (rows, weight))
+        if bias is not None and bias.dtype != torch.float64:
+            bias = bias.to(autocast)
     if weight.dtype != rows.dtype:
         raise check.wrong_dtype(operator, "weight", f"{rows.dtype}, as rows", weight)
+    if bias is not None and bias.dtype != rows.dtype:
+        raise check.wrong_dtype(operator, "bias", f"{rows.dtype}, as rows", bias)
     if sizes.is_meta and not rows.is_meta:
         raise check.wrong_value(operator, "sizes", f"on {rows.device} or the CPU", sizes.device)
-    return _linear(rows, weight, sizes if sizes.is_meta else sizes.cpu())
+    return _linear(rows, weight, sizes if sizes.is_meta else sizes.cpu(), bias)
 
 
 def _sizes(operator: str, argument: str, sizes: Any, num_rows: int) -> Tensor:

@@ -792,9 +792,11 @@ REFUSED: list[tuple[str, dict[str, Any], int]] = [
     (U, {"probsOptional": ones(2, 4)}, TILING),
     (U, {"probsOptional": ones(3, 4).half(), "probsGradOutOptional": poison(3, 4).half()}, TILING),
     (U, {"probsGradOutOptional": poison(3, 4).half()}, INVALID),
-    (U, {"probsOptional": None}, INVALID),
-    (U, {"probsOptional": None, "routingMapOptional": None}, INVALID),
-    (U, {"probsOptional": None, "routingMapOptional": None, "permutedTokensOptional": None}, INVALID),
+    (U, {"permutedTokensGradOut": poison(5, 2)}, TILING),
+    (U, {"permutedTokensGradOut": poison(7, 2), "permutedTokensOptional": ones(7, 2)}, TILING),
+    (U, {"permutedTokensGradOut": poison(7, 2), "probsOptional": None}, TILING),
+    (U, {"permutedTokensGradOut": poison(3, 2), "probsOptional": None, "dropAndPad": True}, TILING),
+    (U, {"permutedTokensGradOut": poison(6), "probsOptional": None}, TILING),
     (U, {"outIndex": i32([0] * 7), "permuteTokenId": i32([0] * 7)}, TILING),
     (U, {"permutedTokensGradOut": poison(6, 3)}, TILING),
     (R, {"experts_num": 0}, INVALID),
@@ -852,7 +854,6 @@ REFUSED: list[tuple[str, dict[str, Any], int]] = [
     ("MoeTokenPermuteWithRoutingMap", {"numOutTokens": 2, "permuteTokensOut": torch.empty(0, 2), "permuteProbsOutOptional": torch.empty(0), "sortedIndicesOut": empty_ids(0)}, INNER_NULL),
     ("MoeTokenPermuteWithRoutingMap", {"routingMap": torch.ones(3, 600, dtype=torch.bool), "probsOptional": ones(3, 600), "numOutTokens": 3 * 513, "permuteTokensOut": poison(1539, 2), "permuteProbsOutOptional": poison(1539), "sortedIndicesOut": empty_ids(1539)}, INNER_NULL),
     ("MoeTokenUnpermuteWithRoutingMap", {"probsOptional": None, "restoreShapeOptional": None}, NULL),
-    ("MoeTokenUnpermuteWithRoutingMap", {"probsOptional": None}, INVALID),
     ("MoeTokenUnpermuteWithRoutingMap", {"probsOptional": None, "routingMapOptional": None, "restoreShapeOptional": [3]}, INNER_NULL),
     ("MoeTokenUnpermuteWithRoutingMap", {"probsOptional": None, "routingMapOptional": None, "restoreShapeOptional": [3, 4]}, INVALID),
     ("MoeTokenUnpermuteWithRoutingMap", {"probsOptional": None, "routingMapOptional": None, "restoreShapeOptional": [2, 2]}, INVALID),
@@ -981,6 +982,47 @@ REFUSED: list[tuple[str, dict[str, Any], int]] = [
 @pytest.mark.parametrize("name, changes, code", REFUSED)
 def test_refused(name: str, changes: dict[str, Any], code: int) -> None:
     call_refused(name, changes, code)
+
+
+# What is not read without probs, as callers pass it, and what nobody could read.
+UNREAD: dict[str, dict[str, tuple[Tensor, ...]]] = {
+    "MoeTokenUnpermuteWithRoutingMap": {
+        "routingMapOptional": (routing_map(), ones(1, dtype=torch.float64)),
+        "permuteProbs": (poison(6), poison(2, dtype=torch.int64)),
+    },
+    "MoeTokenUnpermuteWithRoutingMapGrad": {
+        "routingMapOptional": (routing_map(), ones(1, dtype=torch.float64)),
+        "permutedTokensOptional": (ones(6, 2), ones(3, 3, 3).half()),
+        "probsGradOutOptional": (poison(3, 4), poison(2, dtype=torch.int64)),
+    },
+}
+
+
+@pytest.mark.parametrize("padded", (False, True), ids=("ragged", "padded"))
+@pytest.mark.parametrize("name", UNREAD)
+def test_without_probs_their_partners_are_not_read(name: str, padded: bool) -> None:
+    """The result is that of nulls, and what comes with them stays as it is."""
+    mode = {"paddedMode" if "paddedMode" in SIGNATURES[name].names else "dropAndPad": padded, "probsOptional": None}
+    if padded:
+        mode |= {key: i32([0, 2, 2, 1, 1, 0]) for key in ("sortedIndices", "permuteTokenId") if key in GOOD[name]()}
+    tokens = {
+        key: torch.arange(value.numel(), dtype=torch.float32).reshape(value.shape) + 1
+        for key, value in GOOD[name]().items()
+        if key in ("permutedTokens", "unpermutedTokensGrad")
+    }
+    nulls = GOOD[name]() | mode | tokens | dict.fromkeys(UNREAD[name])
+    run(name, *nulls.values())
+    for choice in (0, 1):
+        unread = {key: values[choice].clone() for key, values in UNREAD[name].items()}
+        before = {key: value.clone() for key, value in unread.items()}
+        arguments = GOOD[name]() | mode | tokens | unread
+        run(name, *arguments.values())
+        for key, value in before.items():
+            assert_same_bits(unread[key], value)
+        for parameter in SIGNATURES[name].parameters:
+            if "out" in parameter.kind and nulls[parameter.name] is not None:
+                assert not nulls[parameter.name].isnan().any()
+                assert_same_bits(arguments[parameter.name], nulls[parameter.name])
 
 
 ORDER: list[tuple[str, dict[str, Any], int, str]] = [
@@ -1712,6 +1754,44 @@ def test_unpermute_with_routing_map_grad_of_any_indices(
             dots[token, expert] = (rows[row].double() * grad[token].double()).sum() if valid else 0.0
     close(rows_out, expected)
     close(probs_out, dots)
+
+
+@settings(max_examples=40)
+@given(SIZES, SEEDS, st.sampled_from(MIXTURES), st.booleans(), st.booleans())
+def test_unpermute_with_routing_map_grad_of_fewer_rows_than_slots(
+    sizes: tuple[int, int, int, int],
+    seed: int,
+    mixture: tuple[torch.dtype, torch.dtype],
+    with_probs: bool,
+    cut: bool,
+) -> None:
+    """As many rows as the table names; with `cut` one less, and the slot whose row is gone adds nothing."""
+    num_tokens, topk, num_experts, hidden = sizes
+    topk = min(topk, num_experts)
+    (dtype, probs_dtype), generator = mixture, generator_of(seed)
+    routing_map = torch.rand(num_tokens, num_experts, generator=generator).argsort(1) < topk
+    routing_map &= torch.rand(num_tokens, num_experts, generator=generator) < 0.7
+    table, experts = table_of(routing_map, topk)
+    count = max(sum(row >= 0 for row in table) - cut, 0)
+    grad = normal(generator, num_tokens, hidden, dtype=dtype)
+    rows = normal(generator, count, hidden, dtype=dtype)
+    probs = normal(generator, num_tokens, num_experts, dtype=probs_dtype)
+    rows_out, probs_out = poison(count, hidden, dtype=dtype), poison(num_tokens, num_experts, dtype=probs_dtype)
+    given_probs = probs if with_probs else None
+    run(U, grad, i32(table), i32(table), routing_map, rows, given_probs, False, [1], rows_out, probs_out)
+    expected = torch.zeros(count, hidden, dtype=torch.float64)
+    dots = torch.zeros(num_tokens, num_experts, dtype=torch.float64)
+    for slot, row in enumerate(table):
+        token = slot // topk
+        if 0 <= row < count:
+            weight = float(probs[token, experts[slot]]) if with_probs else 1.0
+            expected[row] = weight * grad[token].double()
+            dots[token, experts[slot]] = (rows[row].double() * grad[token].double()).sum()
+    close(rows_out, expected)
+    if with_probs:
+        close(probs_out, dots)
+    else:
+        assert probs_out.isnan().all()
 
 
 @settings(max_examples=40)

@@ -19,10 +19,19 @@ int main()
     expect("permuted tokens grad", permuted_grad, {0.5f, 1, 0.25f, 0.5f, 20, 40, 0, 0});
     expect("probs grad", probs_grad, {3, 6, 0, 90});
 
-    // Without probs: plain copies.
-    RUN(MoeTokenUnpermuteWithRoutingMapGrad, grad, out_index, token_id, nullptr, nullptr, nullptr, false, nullptr,
-        permuted_grad, nullptr);
+    // Without probs: plain copies; the map and the rows are not read, and what lies in probs_grad stays.
+    RUN(MoeTokenUnpermuteWithRoutingMapGrad, grad, out_index, token_id, map, permuted, nullptr, false, nullptr,
+        permuted_grad, probs_grad);
     expect("permuted tokens grad without probs", permuted_grad, {1, 2, 1, 2, 10, 20, 0, 0});
+    expect("probs grad without probs", probs_grad, {3, 6, 0, 90});
+
+    // Fewer rows than slots: the unused slot of token 1 needs none.
+    Tensor<float> three_grad({3, 2});
+    Tensor<float> three({3, 2}, {1, 1, 2, 2, 3, 3});
+    RUN(MoeTokenUnpermuteWithRoutingMapGrad, grad, out_index, token_id, map, three, probs, false, nullptr, three_grad,
+        probs_grad);
+    expect("three rows' grad", three_grad, {0.5f, 1, 0.25f, 0.5f, 20, 40});
+    expect("three rows' probs grad", probs_grad, {3, 6, 0, 90});
 
     // Padded: two experts with capacity 1; expert 0 has token 1, expert 1 token 0.
     Tensor<int32_t> padded_index({2}, {1, 0});

@@ -17,7 +17,6 @@ from moeroute.aclnn.core import (
     TILING,
     Refusal,
     Work,
-    absent,
     apart,
     between,
     divides,
@@ -303,8 +302,10 @@ def _moe_token_unpermute_with_routing_map(
 
     outIndex, permuteTokenId and permuteProbs are what the gradient operator wants. Ragged: the row, the
     token and the weight of each slot. Padded: rows and tokens in the stable order of the tokens, and the
-    weight of each row.
+    weight of each row. Without probs the routing map is not read and permuteProbs not written.
     """
+    if probsOptional is None:
+        routingMapOptional = None
     required(permutedTokens=permutedTokens, sortedIndices=sortedIndices)
     if probsOptional is None and restoreShapeOptional is None:
         raise Refusal(PARAM_NULLPTR, "restoreShapeOptional must not be null without probsOptional")
@@ -325,8 +326,6 @@ def _moe_token_unpermute_with_routing_map(
     ranked("permutedTokens", permutedTokens, 2)
     ranked("sortedIndices", sortedIndices, 1)
     ranked("unpermutedTokens", unpermutedTokens, 2)
-    if probsOptional is None:
-        absent("routingMapOptional", routingMapOptional, "without probsOptional")
     rows, hidden = permutedTokens.shape
     slots = sortedIndices.shape[0]
     num_experts = None
@@ -403,16 +402,20 @@ def _moe_token_unpermute_with_routing_map_grad(
 ) -> tuple[int, Work]:
     """The gradients of MoeTokenUnpermuteWithRoutingMap in the rows and, with probs, in the probs [T, E].
 
-    Ragged, outIndex is the row of each slot of the table [T * K]; padded, entry i puts row outIndex[i] under
-    token permuteTokenId[i]. Rows that nothing names become 0.
+    Ragged, outIndex is the row of each slot of the table [T * K]; there may be fewer rows than slots, and a
+    slot whose row is cut adds nothing. Padded, entry i puts row outIndex[i] under token permuteTokenId[i]. Rows
+    that nothing names become 0. Without probs the routing map and permutedTokens are not read and probsGradOut
+    not written.
     """
-    grad, grad_out = unpermutedTokensGrad, permutedTokensGradOut
-    routing_map, rows_in, probs = routingMapOptional, permutedTokensOptional, probsOptional
+    grad, grad_out, probs = unpermutedTokensGrad, permutedTokensGradOut, probsOptional
     required(
         unpermutedTokensGrad=grad, outIndex=outIndex, permuteTokenId=permuteTokenId, permutedTokensGradOut=grad_out
     )
-    if probs is not None:
-        required(probsGradOutOptional=probsGradOutOptional)
+    routing_map, rows_in, probs_out = routingMapOptional, permutedTokensOptional, probsGradOutOptional
+    if probs is None:
+        routing_map = rows_in = probs_out = None
+    else:
+        required(probsGradOutOptional=probs_out)
     typed("unpermutedTokensGrad", grad, *FLOATS)
     typed("outIndex", outIndex, torch.int32)
     typed("permuteTokenId", permuteTokenId, torch.int32)
@@ -420,15 +423,8 @@ def _moe_token_unpermute_with_routing_map_grad(
     typed("permutedTokensOptional", rows_in, grad.dtype)
     probs_typed("probsOptional", probs, "unpermutedTokensGrad", grad, TILING)
     typed("permutedTokensGradOut", grad_out, grad.dtype)
-    if probs is None:
-        for name, tensor in (
-            ("routingMapOptional", routing_map),
-            ("permutedTokensOptional", rows_in),
-            ("probsGradOutOptional", probsGradOutOptional),
-        ):
-            absent(name, tensor, "without probsOptional")
-    else:
-        typed("probsGradOutOptional", probsGradOutOptional, probs.dtype)
+    if probs is not None:
+        typed("probsGradOutOptional", probs_out, probs.dtype)
         for name, tensor in (("routingMapOptional", routing_map), ("permutedTokensOptional", rows_in)):
             if tensor is None:
                 raise wrong(name, "given with probsOptional", "null", TILING)
@@ -445,9 +441,13 @@ def _moe_token_unpermute_with_routing_map_grad(
         num_experts = probs.shape[1]
         shaped("probsOptional", probs, (num_tokens, num_experts), "[T, E]", TILING)
         shaped("routingMapOptional", routing_map, (num_tokens, num_experts), "[T, E], as probsOptional,", TILING)
-        shaped("permutedTokensOptional", rows_in, (slots, hidden), "[S, H], with S as outIndex,", TILING)
-        shaped("probsGradOutOptional", probsGradOutOptional, (num_tokens, num_experts), "[T, E]", TILING)
-    shaped("permutedTokensGradOut", grad_out, (slots, hidden), "[S, H], with S as outIndex,", TILING)
+        shaped("probsGradOutOptional", probs_out, (num_tokens, num_experts), "[T, E]", TILING)
+    ranked("permutedTokensGradOut", grad_out, 2, status=TILING)
+    rows = slots if dropAndPad else grad_out.shape[0]
+    if rows > slots:
+        raise wrong_shape("permutedTokensGradOut", f"[R, H] with R <= {slots}, as outIndex,", grad_out, TILING)
+    shaped("permutedTokensGradOut", grad_out, (rows, hidden), "[R, H]", TILING)
+    shaped("permutedTokensOptional", rows_in, (rows, hidden), "[R, H], as permutedTokensGradOut,", TILING)
     if probs is None:
         if not dropAndPad and slots:
             divides("the length of outIndex", slots, "T", num_tokens, TILING)
@@ -465,24 +465,24 @@ def _moe_token_unpermute_with_routing_map_grad(
         room = ub_bytes() - (probs_bytes + 1) * aligned - (token_bytes + 8) * 256
         if room < 6 * token_bytes + 12:
             raise wrong("E", f"such that it fits into a unified buffer of {ub_bytes()} bytes", num_experts, TILING)
-    outputs = {"permutedTokensGradOut": grad_out, "probsGradOutOptional": probsGradOutOptional}
+    outputs = {"permutedTokensGradOut": grad_out, "probsGradOutOptional": probs_out}
     apart(outputs, grad, outIndex, permuteTokenId, routing_map, rows_in, probs)
 
     def plan() -> RoutingPlan:
         if dropAndPad:
             return plan_from_token_ids(
-                permuteTokenId, num_tokens, rows=outIndex, num_rows=slots, num_experts=num_experts
+                permuteTokenId, num_tokens, rows=outIndex, num_rows=rows, num_experts=num_experts
             )
         experts = None
         if routing_map is not None and topk is not None:
             experts = _experts_of_table(routing_map, topk)
-        return plan_from_row_of_slot(outIndex, num_tokens, slots, expert_of_slot=experts)
+        return plan_from_row_of_slot(outIndex, num_tokens, rows, expert_of_slot=experts)
 
     def work() -> None:
         if probs is None:
             spread(grad, plan(), out=grad_out)
         else:
-            unpermute_backward(grad, rows_in, plan(), probs, accumulate=False, out=(grad_out, probsGradOutOptional))
+            unpermute_backward(grad, rows_in, plan(), probs, accumulate=False, out=(grad_out, probs_out))
 
     return 0, work
 

@@ -341,6 +341,20 @@ def test_replay(backend: str) -> None:
     assert_same_bits(*grads)
 
 
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int16, torch.uint8, torch.uint64), ids=str)
+def test_replay_of_ids_that_lie_column_by_column(dtype: torch.dtype, backend: str) -> None:
+    logits = torch.tensor([[0.0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 5, 1]])
+    ids = torch.tensor([[3, 0, 2], [2, 1, 0]]).to(dtype).t()
+    gating = gating_topk(logits, 2, score="sigmoid", renormalize=False, expert_ids=ids, backend=backend)
+    assert gating.expert_ids.tolist() == [[3, 2], [0, 1], [2, 0]]
+    scores = logits.double().sigmoid()
+    assert_close_to_exact(gating.weights, scores.gather(1, ids.long()))
+    grad = gating_topk_backward(
+        gating.scores, torch.ones(3, 2), ids, score="sigmoid", renormalize=False, backend=backend
+    )
+    assert_close_to_exact(grad, torch.zeros(3, 4).double().scatter(1, ids.long(), 1.0) * scores * (1 - scores))
+
+
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_replay_with_invalid_and_repeated_ids(backend: str, score: str, renormalize: bool) -> None:

@@ -697,7 +697,7 @@ def _int32_ids(expert_ids: Tensor, num_experts: int) -> Tensor:
     if expert_ids.dtype == torch.int32:
         return _rows(expert_ids)
     ids = expert_ids.to(torch.int64)  # looked at before it is narrowed
-    return torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(torch.int32)
+    return _rows(torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(torch.int32))  # which keeps strides
 
 
 def gating_topk(

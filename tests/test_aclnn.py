@@ -182,6 +182,23 @@ def test_token_permute_of_the_document() -> None:
     same(rows, [X34[t] for t in (1, 2, 0, 1, 0, 2)])
 
 
+@pytest.mark.parametrize("ids_dtype", (torch.int32, torch.int64))
+def test_token_permute_of_int8_tokens(ids_dtype: torch.dtype) -> None:
+    tokens = torch.tensor([[1, -2], [3, 4], [5, -128]], dtype=torch.int8)
+    rows, indices = poison(4, 2, dtype=torch.int8), poison(6, dtype=torch.int32)
+    run("MoeTokenPermute", tokens, torch.tensor([[1, 2], [0, 1], [0, 2]], dtype=ids_dtype), 4, False, rows, indices)
+    same(indices, [2, 4, 0, 3, 1, 5])
+    same(rows, [[3, 4], [5, -128], [1, -2], [3, 4]])
+
+
+@pytest.mark.parametrize("slots, num_out, code", ((10_240, 10_240, 0), (10_241, 0, TILING), (4, 10_241, TILING)))
+def test_int8_tokens_have_a_limit_of_their_own(slots: int, num_out: int, code: int) -> None:
+    tokens, rows = torch.ones(slots, 1, dtype=torch.int8), torch.empty(slots, 1, dtype=torch.int8)
+    ids = torch.arange(slots)
+    assert prepare("MoeTokenPermute", tokens, ids, num_out, False, rows, empty_ids(slots))[0] == code
+    run("MoeTokenPermute", tokens.half(), ids, num_out, False, rows.half(), empty_ids(slots))
+
+
 @pytest.mark.parametrize("num_out, kept", ((0, 6), (4, 4), (6, 6), (9, 6), (-2, 4), (-6, 0), (-9, 0)))
 def test_token_permute_keeps_the_first_rows_and_all_indices(num_out: int, kept: int) -> None:
     rows, indices = poison(kept, 4), poison(6, dtype=torch.int32)
@@ -324,12 +341,16 @@ def test_with_ep_of_the_documents() -> None:
     run("MoeTokenPermuteWithEpGrad", *arguments)
     same(tokens, [[1.0, 1.0], [4.0, 4.0], [3.0, 3.0]])
     same(grads, [[0.5, 0.0], [0.4, 0.2], [0.0, 0.4]])
+    flat = poison(12)[::2]
+    run("MoeTokenPermuteWithEpGrad", *arguments[:-1], flat)
+    same(flat, [0.5, 0.0, 0.4, 0.2, 0.0, 0.4])
 
     rows_out, probs_out = poison(3, 2), poison(1, 3)
     ones = torch.ones(1, 2), i32([0, 1, 2]), torch.ones(3, 2), torch.ones(1, 3)
-    run("MoeTokenUnpermuteWithEpGrad", *ones, False, None, None, 3, rows_out, probs_out)
-    same(rows_out, torch.ones(3, 2))
-    same(probs_out, [[2.0, 2.0, 2.0]])
+    for no_range in (None, (-1, -1)):
+        run("MoeTokenUnpermuteWithEpGrad", *ones, False, None, no_range, 3, rows_out.fill_(-7), probs_out.fill_(-7))
+        same(rows_out, torch.ones(3, 2))
+        same(probs_out, [[2.0, 2.0, 2.0]])
 
 
 def test_with_ep_without_a_range_is_the_plain_operator() -> None:
@@ -361,6 +382,15 @@ def test_init_routing_of_the_document() -> None:
     same(indices, [2, 4, 0, 3, 1, 5])
     same(before, [2, 2, 2])
     same(expanded, f32([X34[t] for t in (1, 2, 0, 1, 0, 2)]).reshape(3, 2, 4))
+
+
+@pytest.mark.parametrize("active", (0, -1, 6, 9))
+def test_init_routing_of_all_rows(active: int) -> None:
+    expanded, indices = poison(6, 4), poison(6, dtype=torch.int32)
+    ids = i32([[1, 2], [0, 1], [0, 2]])
+    run("MoeInitRoutingV2", f32(X34), ids, active, 0, 3, 0, 0, False, expanded, indices, None, None)
+    same(indices, [2, 4, 0, 3, 1, 5])
+    same(expanded, [X34[t] for t in (1, 2, 0, 1, 0, 2)])
 
 
 @pytest.mark.parametrize("flag, counts", ((1, [2, 4, 6]), (2, [2, 2, 2]), (0, None)))
@@ -682,7 +712,6 @@ NEEDED = {
     ("MoeFinalizeRoutingV2", "expertIdxOptional"): INNER_NULL,
     ("MoeFinalizeRoutingV2Grad", "expandedXOptional"): INNER_NULL,
     ("MoeFinalizeRoutingV2Grad", "expertIdxOptional"): INNER_NULL,
-    ("MoeFinalizeRoutingV2Grad", "gradScalesOut"): NULL,
     ("MoeReRouting", "permutePerTokenScalesOut"): NULL,
 }
 TENSORS = [
@@ -814,6 +843,10 @@ REFUSED: list[tuple[str, dict[str, Any], int]] = [
     (R, {"probsGradOutOptional": poison(3, 4).half()}, INVALID),
     (R, {"permutedProbsOutputGradOptional": ones(6).half(), "probsGradOutOptional": poison(3, 4).half()}, INVALID),
     ("MoeTokenPermute", {"paddedMode": True}, TILING),
+    ("MoeTokenPermute", {"tokens": ones(3, 2).to(torch.int8)}, INVALID),
+    ("MoeTokenPermute", {"permuteTokensOut": poison(6, 2, dtype=torch.int8)}, INVALID),
+    ("MoeTokenPermuteWithEp", {"tokens": ones(3, 2).to(torch.int8), "permuteTokensOut": poison(4, 2, dtype=torch.int8)}, INVALID),
+    ("MoeTokenPermuteWithEp", {"tokens": ones(3, 2).to(torch.int8), "permuteTokensOut": poison(6, 2, dtype=torch.int8), "rangeOptional": None}, INVALID),
     ("MoeTokenPermute", {"tokens": ones(3)}, TILING),
     ("MoeTokenPermute", {"indices": torch.zeros(3, 2, 1, dtype=torch.int32)}, TILING),
     ("MoeTokenPermute", {"indices": i32([[0, 1]])}, TILING),
@@ -909,6 +942,12 @@ REFUSED: list[tuple[str, dict[str, Any], int]] = [
     ("MoeTokenPermuteWithEp", {"rangeOptional": [1, 4]}, TILING),
     ("MoeTokenPermuteWithEp", {"rangeOptional": None}, TILING),
     ("MoeTokenPermuteWithEpGrad", {"paddedMode": True}, INVALID),
+    *(("MoeTokenPermuteWithEpGrad", {"probsGradOut": poison(*shape)}, INVALID) for shape in ((5,), (2, 3), (3, 2, 1))),
+    *(
+        (name, {"rangeOptional": (-1, -1)}, TILING)
+        for name in ("MoeTokenPermuteWithEp", "MoeTokenPermuteWithEpGrad", "MoeTokenUnpermuteWithEp")
+    ),
+    ("MoeTokenUnpermuteWithEpGrad", {"rangeOptional": (-1, 0)}, TILING),
     ("MoeTokenPermuteWithEpGrad", {"numTopk": 0}, INVALID),
     ("MoeTokenPermuteWithEpGrad", {"numTopk": 4}, INVALID),
     ("MoeTokenPermuteWithEpGrad", {"rangeOptional": [1, 4]}, INVALID),
@@ -930,7 +969,7 @@ REFUSED: list[tuple[str, dict[str, Any], int]] = [
         ("MoeInitRoutingV2", changes, INNER_NULL)
         for changes in (
             {"x": ones(6)}, {"expertIdx": torch.zeros(3, 2, 1, dtype=torch.int32)}, {"expertIdx": i32([[0, 1]])},
-            {"activeNum": -1}, {"expertCapacity": -1}, {"expertNum": -1}, {"expertNum": 0}, {"dropPadMode": 2},
+            {"activeNum": -2}, {"expertCapacity": -1}, {"expertNum": -1}, {"expertNum": 0}, {"dropPadMode": 2},
             {"dropPadMode": -1}, {"expertTokensCountOrCumsumFlag": 3}, {"dropPadMode": 1, "expertCapacity": 0},
             {"dropPadMode": 1, "expertCapacity": 4}, {"dropPadMode": 1, "expertNum": 0},
         )
@@ -1048,7 +1087,7 @@ ORDER: list[tuple[str, dict[str, Any], int, str]] = [
     (R, {"sortedIndices": torch.zeros(6), "permutedTokensOutputGrad": ones(12)}, INVALID, "sortedIndices"),
     # 5: the documents' 561002 for paddedMode, behind nulls and dtypes
     ("MoeTokenPermute", {"paddedMode": True, "tokens": None}, NULL, "tokens"),
-    ("MoeTokenPermute", {"paddedMode": True, "tokens": ones(3, 2).to(torch.int8)}, INVALID, "tokens"),
+    ("MoeTokenPermute", {"paddedMode": True, "tokens": ones(3, 2).double()}, INVALID, "tokens"),
     # 6 and 7: paddedMode first
     ("MoeTokenUnpermute", {"paddedMode": True, "out": None}, INVALID, "paddedMode"),
     ("MoeTokenUnpermuteGrad", {"paddedMode": True, "sortedIndices": None}, INVALID, "paddedMode"),
@@ -1979,8 +2018,13 @@ def test_finalize_routing_without_scales() -> None:
     rows, out = f32([[1.0, 2.0], [3.0, 4.0]]), poison(2, 2)
     run("MoeFinalizeRoutingV2", rows, i32([1, 0]), None, None, None, None, None, 0, out)
     same(out, [[3.0, 4.0], [1.0, 2.0]])
-    run("MoeFinalizeRoutingV2Grad", rows, i32([1, -1]), None, None, None, None, 0, 0, 0, 0, out, None)
+    untouched = poison(3)
+    run("MoeFinalizeRoutingV2Grad", rows, i32([1, -1]), None, None, None, None, 0, 0, 0, 0, out, untouched)
     same(out, [[0.0, 0.0], [1.0, 2.0]])
+    assert untouched.isnan().all()
+    name = "MoeFinalizeRoutingV2Grad"
+    without = dict.fromkeys(("scalesOptional", "gradScalesOut")) | {"expandedRowIdx": i32([0, 1, 2])}
+    assert "gradScalesOut" in call_refused(name, without, NULL)
 
 
 def test_shared_experts_are_added_before_the_first_rounding() -> None:

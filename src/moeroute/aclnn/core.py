@@ -41,6 +41,7 @@ NAMES = {
 MAX_TOPK = 512
 MAX_EXPERTS = 2048
 MAX_SLOTS = 16_777_215  # upstream sorts ids as float32 keys
+MAX_INT8_SLOTS = 10_240  # of MoeTokenPermute with int8 tokens
 WORKSPACE = 16 * 2**20
 
 _ub_bytes = int(os.environ.get("MOEROUTE_ACLNN_UB_BYTES", "196608"))

@@ -13,6 +13,7 @@ from moeroute.aclnn.core import (
     FLOATS,
     INNER_NULLPTR,
     MAPS,
+    MAX_INT8_SLOTS,
     MAX_SLOTS,
     MAX_TOPK,
     PARAM_NULLPTR,
@@ -64,7 +65,7 @@ def _permute_checked(
     tokens: Tensor, indices: Tensor, paddedMode: bool, permuteTokensOut: Tensor, sortedIndicesOut: Tensor
 ) -> tuple[int, int, int]:
     """T, K and the elements of a token; nulls are checked before."""
-    typed("tokens", tokens, *FLOATS)
+    typed("tokens", tokens, *FLOATS, torch.int8)
     typed("indices", indices, torch.int32, torch.int64)
     typed("permuteTokensOut", permuteTokensOut, tokens.dtype)
     typed("sortedIndicesOut", sortedIndicesOut, torch.int32)
@@ -76,7 +77,7 @@ def _permute_checked(
     if tokens.shape[0] != num_tokens:
         raise wrong_shape("indices", f"[T, K] or [T] with T = {tokens.shape[0]}, as tokens", indices, TILING)
     between("K of indices", topk, 0, MAX_TOPK, TILING)
-    between("T * K", num_tokens * topk, 0, MAX_SLOTS - 1, TILING)
+    between("T * K", num_tokens * topk, 0, MAX_INT8_SLOTS if tokens.dtype is torch.int8 else MAX_SLOTS - 1, TILING)
     if permuteTokensOut.ndim < 2:
         raise wrong_shape("permuteTokensOut", "at least 2-dimensional", permuteTokensOut, TILING)
     shaped("sortedIndicesOut", sortedIndicesOut, (num_tokens * topk,), "[T * K]", TILING)
@@ -96,11 +97,14 @@ def _moe_token_permute(
 ) -> tuple[int, Work]:
     """Token copies in the stable order of their expert ids; sortedIndices is the row of each slot.
 
-    numOutTokens > 0 keeps the first rows, 0 all, below 0 leaves out as many at the end.
+    numOutTokens > 0 keeps the first rows, 0 all, below 0 leaves out as many at the end. Tokens may be int8, at
+    most 10,240 slots of them.
     """
     required(tokens=tokens, indices=indices, permuteTokensOut=permuteTokensOut, sortedIndicesOut=sortedIndicesOut)
     num_tokens, topk, columns = _permute_checked(tokens, indices, paddedMode, permuteTokensOut, sortedIndicesOut)
     slots = num_tokens * topk
+    if tokens.dtype is torch.int8 and numOutTokens > MAX_INT8_SLOTS:
+        raise wrong("numOutTokens", f"at most {MAX_INT8_SLOTS} with int8 tokens", numOutTokens, TILING)
     rows = min(numOutTokens, slots) if numOutTokens > 0 else max(numOutTokens + slots, 0)
     if permuteTokensOut.shape[0] != rows:
         raise wrong_shape("permuteTokensOut", f"[M, ...] with M = {rows}", permuteTokensOut, TILING)
@@ -132,13 +136,16 @@ def _moe_token_permute_with_ep(
     permuteProbsOut: Tensor | None,
 ) -> tuple[int, Work]:
     """MoeTokenPermute that keeps rows [s, e) of rangeOptional = [s, e); without a range MoeTokenPermute itself."""
-    if rangeOptional is None:
-        return _moe_token_permute(tokens, indices, numOutTokens, paddedMode, permuteTokensOut, sortedIndicesOut)
     required(tokens=tokens, indices=indices, permuteTokensOut=permuteTokensOut, sortedIndicesOut=sortedIndicesOut)
+    if rangeOptional is None:
+        probsOptional = None
     if probsOptional is not None:
         required(permuteProbsOut=permuteProbsOut)
         typed("probsOptional", probsOptional, *FLOATS)
         typed("permuteProbsOut", permuteProbsOut, probsOptional.dtype)
+    typed("tokens", tokens, *FLOATS)
+    if rangeOptional is None:
+        return _moe_token_permute(tokens, indices, numOutTokens, paddedMode, permuteTokensOut, sortedIndicesOut)
     num_tokens, topk, columns = _permute_checked(tokens, indices, paddedMode, permuteTokensOut, sortedIndicesOut)
     first, last = row_range("rangeOptional", rangeOptional)
     rows = last - first
@@ -229,7 +236,10 @@ def _moe_token_permute_with_ep_grad(
     tokenGradOut: Tensor,
     probsGradOut: Tensor | None,
 ) -> tuple[int, Work]:
-    """The gradient of MoeTokenPermuteWithEp; without a range that of MoeTokenPermute, probs untouched."""
+    """The gradient of MoeTokenPermuteWithEp; without a range that of MoeTokenPermute, probs untouched.
+
+    probsGradOut is [T, K] or the same numbers as [T * K].
+    """
     unpadded("paddedMode", paddedMode)
     required(permutedTokensOutputGrad=permutedTokensOutputGrad, sortedIndices=sortedIndices, tokenGradOut=tokenGradOut)
     probs_grad = None if rangeOptional is None else permutedProbsOutputGradOptional
@@ -252,7 +262,9 @@ def _moe_token_permute_with_ep_grad(
             raise wrong_shape("permutedTokensOutputGrad", wanted, permutedTokensOutputGrad)
     if probs_grad is not None:
         shaped("permutedProbsOutputGradOptional", probs_grad, (rows,), "[e - s]")
-        shaped("probsGradOut", probsGradOut, (num_tokens, numTopk), "[T, K]")
+        shapes = (num_tokens, numTopk), sortedIndices.shape
+        if probsGradOut is not None and probsGradOut.shape not in shapes:
+            raise wrong_shape("probsGradOut", f"[T, K] = {list(shapes[0])} or [T * K]", probsGradOut)
     probs_out = None if probs_grad is None else probsGradOut
     outputs = {"tokenGradOut": tokenGradOut, "probsGradOut": probs_out}
     apart(outputs, permutedTokensOutputGrad, sortedIndices, probs_grad)
@@ -260,8 +272,8 @@ def _moe_token_permute_with_ep_grad(
     def work() -> None:
         plan = plan_from_row_of_slot(sortedIndices, num_tokens, rows, first_row=first)
         combine(permutedTokensOutputGrad, plan, out=tokenGradOut)
-        if probs_grad is not None and num_tokens:
-            permute_weights_backward(probs_grad, plan, out=probs_out)
+        if probs_grad is not None and probs_out is not None and num_tokens:
+            permute_weights_backward(probs_grad, plan, out=probs_out.view(num_tokens, numTopk))
 
     return 0, work
 

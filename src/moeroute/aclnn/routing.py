@@ -92,7 +92,7 @@ def _moe_init_routing_v2(
     topk = expertIdx.shape[1] if expertIdx.ndim == 2 else 1
     if expertIdx.shape[0] != num_tokens:
         raise wrong_shape("expertIdx", f"[T, K] with T = {num_tokens}, as x,", expertIdx, INNER_NULLPTR)
-    _at_least("activeNum", activeNum, 0)
+    _at_least("activeNum", activeNum, -1)
     _at_least("expertCapacity", expertCapacity, 0)
     _at_least("expertNum", expertNum, 0)
     between("dropPadMode", dropPadMode, 0, 1, INNER_NULLPTR)
@@ -265,16 +265,15 @@ def _moe_finalize_routing_v2_grad(
     expertNum: int,
     expertCapacity: int,
     gradExpandedXOut: Tensor,
-    gradScalesOut: Tensor | None,
+    gradScalesOut: Tensor,
 ) -> tuple[int, Work]:
     """The gradients of MoeFinalizeRoutingV2 in expandedX and, with scales, in the scales; rows by row.
 
-    A slot without a row has scales gradient 0.
+    A slot without a row has scales gradient 0. gradScalesOut must be there without scales too, and is then not
+    written.
     """
     scales, rows_in = scalesOptional, expandedXOptional
-    required(gradY=gradY, expandedRowIdx=expandedRowIdx, gradExpandedXOut=gradExpandedXOut)
-    if scales is not None:
-        required(gradScalesOut=gradScalesOut)
+    required(gradY=gradY, expandedRowIdx=expandedRowIdx, gradExpandedXOut=gradExpandedXOut, gradScalesOut=gradScalesOut)
     typed("gradY", gradY, *FLOATS)
     typed("expandedRowIdx", expandedRowIdx, torch.int32)
     typed("expandedXOptional", rows_in, gradY.dtype)
@@ -385,8 +384,7 @@ def _moe_re_routing(
     """Chunks that lie rank by rank, and in a rank expert by expert, to expert by expert, and there rank by rank.
 
     expertTokenNumPerRank [ranks, E] are the chunks' lengths. permuteTokenIdx is the token of each row
-    (idxType 0) or the row of each token (1). There is no such aclnn call upstream: names and order are inferred
-    from the operator's definition.
+    (idxType 0) or the row of each token (1).
     """
     required(
         tokens=tokens,

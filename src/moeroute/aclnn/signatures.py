@@ -247,8 +247,7 @@ SIGNATURES: dict[str, Signature] = {
         "in: gradY expandedRowIdx",
         "in?: expandedXOptional scalesOptional expertIdxOptional biasOptional",
         "int: dropPadMode activeNum expertNum expertCapacity",
-        "const-out: gradExpandedXOut",
-        "const-out?: gradScalesOut",
+        "const-out: gradExpandedXOut gradScalesOut",
     ),
     "MoeComputeExpertTokens": _signature(
         "moe_compute_expert_tokens",

@@ -259,7 +259,9 @@ def _moe_token_unpermute_with_ep_grad(
     permutedTokensGradOut: Tensor,
     probsGradOut: Tensor | None,
 ) -> tuple[int, Work]:
-    """The gradients of MoeTokenUnpermuteWithEp; without a range MoeTokenUnpermuteGrad itself."""
+    """The gradients of MoeTokenUnpermuteWithEp; without a range, or with (-1, -1), MoeTokenUnpermuteGrad itself."""
+    if rangeOptional == (-1, -1):
+        rangeOptional = None
     return _unpermute_grad(
         permutedTokensOptional,
         unpermutedTokensGrad,

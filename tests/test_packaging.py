@@ -58,7 +58,7 @@ def files_under(folder: Path) -> set[str]:
 
 
 def test_source_distribution_is_complete(built: Distributions) -> None:
-    for folder in ("src", "tests", "docs", "examples", "benchmarks"):
+    for folder in ("src", "tests", "docs", "examples", "benchmarks", "tools"):
         files = files_under(ROOT / folder)
         assert files
         assert files <= built.sdist, f"missing: {sorted(files - built.sdist)}"

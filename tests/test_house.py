@@ -34,7 +34,7 @@ TREES = {name_of(file): ast.parse(file.read_text()) for file in sorted(PACKAGE.r
 FLOORS = (
     ("check", "ops.simd", "ops.tiles"),
     ("backend", "memory", "ops.launch"),
-    ("ops.rows",),
+    ("ops.rows", "ops.registration"),
     ("ops.differentiation", "ops.balance"),
     ("ops.gating.reference", "ops.gating.numba_cpu", "ops.gating.triton_gpu"),
     ("ops.gating.op",),
@@ -60,7 +60,7 @@ NEEDS = {
     "reference": {"check"},
     "numba_cpu": {"check", "memory", "ops.launch", "ops.rows", "ops.simd"},
     "triton_gpu": {"check", "ops.tiles"},
-    "op": {"check", "backend", "ops.differentiation", "ops.planning.op"},
+    "op": {"check", "backend", "ops.differentiation", "ops.registration", "ops.planning.op"},
 }
 
 

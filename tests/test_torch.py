@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import moeroute
+from moeroute.nn import MoE
 from moeroute.testing import assert_same_bits
 
 IDS = torch.tensor([[0, 2], [2, -1], [1, 0], [3, 3]])
@@ -195,6 +197,117 @@ def test_vmap_is_right_or_says_no(which: int) -> None:
         assert "vmap" in str(error), f"{name}: {error}"
     else:
         assert_same_bits(result, expected)
+
+
+# ---------------------------------------------------------------------------- what records and what watches
+
+
+def routings() -> dict[str, tuple[Callable[..., Tensor], Callable[[int], tuple[Tensor, ...]]]]:
+    """Every verb in a function of tensors, and its inputs for a number of tokens."""
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+    def ids(tokens: int) -> Tensor:
+        return random(tokens, 4).argsort(1)[:, :2]
+
+    def by_ids(x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        plan = moeroute.plan_from_expert_ids(expert_ids, 4, capacity=3, num_rows=expert_ids.shape[0] * 2)
+        rows = moeroute.permute(x, plan, weights)
+        return moeroute.unpermute(rows, plan, weights) + moeroute.row_dots(rows, x, plan).sum()
+
+    def by_map(x: Tensor, routing_map: Tensor, weights: Tensor) -> Tensor:
+        plan = moeroute.plan_from_routing_map(routing_map)
+        rows = moeroute.permute(x, plan) * moeroute.permute_weights(weights, plan)[:, None]
+        gradients = moeroute.unpermute_backward(x, rows, plan, weights)
+        return moeroute.unpermute(rows, plan) + gradients[1].sum(1, keepdim=True)
+
+    def by_row(x: Tensor, row_of_slot: Tensor) -> Tensor:
+        plan = moeroute.plan_from_row_of_slot(row_of_slot, x.shape[0], row_of_slot.shape[0])
+        return moeroute.permute(x, plan)
+
+    def by_token(x: Tensor, token_ids: Tensor) -> Tensor:
+        plan = moeroute.plan_from_token_ids(token_ids, x.shape[0])
+        return moeroute.permute_backward(x[token_ids], plan)
+
+    def by_segment(x: Tensor, lengths: Tensor) -> Tensor:
+        return moeroute.permute(x, moeroute.plan_from_segments(lengths, x.shape[0]))
+
+    return {
+        "layer": (layer, lambda n: (random(n, 16), random(n, 4))),
+        "ids": (by_ids, lambda n: (random(n, 16), ids(n), random(n, 2))),
+        "map": (by_map, lambda n: (random(n, 16), random(n, 4) > 0, random(n, 4))),
+        "rows": (by_row, lambda n: (random(n, 16), random(2 * n).argsort())),
+        "tokens": (by_token, lambda n: (random(n, 16), ids(n).reshape(-1) % n)),
+        "segments": (by_segment, lambda n: (random(n, 16), torch.tensor([[n - 3, 1], [0, 2]]))),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace`:DeprecationWarning")
+@pytest.mark.parametrize("recording", (False, True))
+@pytest.mark.parametrize("which", routings())
+def test_a_trace_answers_other_inputs(which: str, recording: bool) -> None:
+    """torch.jit.trace records operators, not the memory they were given, and no number of tokens."""
+    function, arguments = routings()[which]
+
+    def given(tokens: int) -> tuple[Tensor, ...]:
+        return tuple(a.requires_grad_(recording and a.is_floating_point()) for a in arguments(tokens))
+
+    traced = torch.jit.trace(function, given(6))
+    for tokens in (6, 12, 7):
+        assert_same_bits(traced(*given(tokens)), function(*given(tokens)))
+        if recording:
+            assert_same_bits(outcome(traced, *given(tokens)), outcome(function, *given(tokens)))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace`:DeprecationWarning")
+@pytest.mark.parametrize(
+    "options", ({}, {"capacity_factor": 1.0}, {"align": 4, "score": "sigmoid", "expert_bias": True})
+)
+def test_a_traced_layer_answers_other_inputs(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    moe = MoE(16, 32, 4, 2, **options)
+    traced = torch.jit.trace(moe, (torch.randn(2, 3, 16),))
+    for shape in ((2, 3, 16), (3, 7, 16)):
+        x = torch.randn(shape)
+        assert_same_bits(outcome(traced, x.requires_grad_()), outcome(moe, x))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace`:DeprecationWarning")
+def test_a_trace_refuses_a_buffer() -> None:
+    plan = plans()[0]
+    with pytest.raises(ValueError, match=r"moeroute\.permute_backward: out must be None under .*torch\.jit\.trace"):
+        torch.jit.trace(
+            lambda r: moeroute.permute_backward(r, plan, out=torch.empty(4, 3)), torch.ones(plan.num_rows, 3)
+        )
+
+
+@pytest.mark.parametrize(
+    ("which", "operators"),
+    [
+        ("layer", {"gating_topk", "plan_expert_ids", "spread", "combine"}),
+        ("ids", {"plan_expert_ids", "spread", "combine", "row_dots"}),
+        (
+            "map",
+            {"plan_routing_map", "spread", "slot_weights", "take", "spread_dots", "slot_weights_backward", "combine"},
+        ),
+        ("rows", {"plan_row_of_slot", "spread"}),
+        ("tokens", {"plan_token_ids", "combine"}),
+        ("segments", {"plan_segments", "spread"}),
+    ],
+)
+def test_the_profiler_sees_routing(which: str, operators: set[str]) -> None:
+    function, arguments = routings()[which]
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function(*arguments(6))
+    assert {e.key for e in profile.key_averages() if "moeroute" in e.key} == {f"moeroute::{o}" for o in operators}
+
+
+def test_the_profiler_leaves_buffers_alone() -> None:
+    plan, out = plans()[0], torch.empty(4, 3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        moeroute.permute_backward(torch.ones(plan.num_rows, 3), plan, out=out)
+    assert_same_bits(out, moeroute.permute_backward(torch.ones(plan.num_rows, 3), plan))
 
 
 # ---------------------------------------------------------------------------- modes

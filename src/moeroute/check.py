@@ -55,9 +55,14 @@ def tensor(operator: str, argument: str, value: Any) -> Tensor:
 
 
 def integer(operator: str, argument: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:
-    """An int (or a symbolic one) inside [minimum, maximum]; a bool is not an int here."""
+    """An int (or a symbolic one) inside [minimum, maximum]; a bool is not an int here.
+
+    Inside torch.jit.trace the sizes of tensors, and what is computed of them, are tensors.
+    """
     if type(value) is not int and (not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool)):
-        raise wrong_type(operator, argument, "an int", value)
+        size = isinstance(value, Tensor) and torch._C._is_tracing() and value.dtype is torch.int64
+        if not size:
+            raise wrong_type(operator, argument, "an int", value)
     if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
         if maximum is None:
             wanted = f"at least {minimum}"
@@ -66,7 +71,7 @@ def integer(operator: str, argument: str, value: Any, minimum: int | None = None
         else:
             wanted = f"in {minimum}..{maximum}"
         raise wrong_value(operator, argument, wanted, value)
-    return value  # type: ignore[return-value]  # a SymInt stands for an int under torch.compile
+    return value  # a SymInt stands for an int under torch.compile
 
 
 def number(operator: str, argument: str, value: Any) -> float:

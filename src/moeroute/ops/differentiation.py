@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from moeroute.ops.registration import operator
+
 _transforms_active = torch._C._are_functorch_transforms_active
 
 
@@ -34,6 +36,7 @@ def differentiable(
     linear, or is `tangent(ctx, inputs, outputs, tangents)`; with neither it raises. vmap loops.
     """
     overload = getattr(torch.ops.moeroute, name).default
+    recorded = operator(name)
     torch.library.register_autograd(f"moeroute::{name}", derivative, setup_context=setup)
 
     def one_by_one(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
@@ -79,6 +82,6 @@ def differentiable(
     function = type(name, (torch.autograd.Function,), members)
 
     def call(*arguments: Any) -> Any:
-        return function.apply(*arguments) if transformed() else overload(*arguments)  # type: ignore[attr-defined]
+        return function.apply(*arguments) if transformed() else recorded(*arguments)  # type: ignore[attr-defined]
 
     return call

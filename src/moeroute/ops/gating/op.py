@@ -12,6 +12,7 @@ from torch import Tensor
 from moeroute import backend as backends
 from moeroute import check
 from moeroute.ops.differentiation import differentiable
+from moeroute.ops.registration import LIBRARY, implement
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INTEGERS = (
@@ -42,7 +43,6 @@ _as_gating = Gating._make
 
 # ---------------------------------------------------------------------------- registration
 
-LIBRARY = torch.library.Library("moeroute", "FRAGMENT")
 
 LIBRARY.define(
     "gating_topk(Tensor logits, Tensor? bias, Tensor? expert_ids, SymInt k, str score, SymInt num_groups, "
@@ -62,12 +62,7 @@ def _scores_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype is torch.float64 else torch.float32
 
 
-def _implement(name: str, implementation: Any, fake: Any) -> None:
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moeroute::{name}", fake)
-
-
-_implement(
+implement(
     "gating_topk",
     lambda logits, *rest: _module("gating_topk", rest[-1], logits).gating_topk(logits, *rest[:-1], None),
     lambda logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
@@ -77,7 +72,7 @@ _implement(
         logits.new_empty(logits.shape, dtype=_scores_dtype(logits)),
     ),
 )  # fmt: skip
-_implement(
+implement(
     "gating_topk_backward",
     lambda scores, *rest: _module("gating_topk_backward", rest[-1], scores).gating_topk_backward(
         scores, *rest[:-1], None

@@ -19,13 +19,13 @@ from moeroute import backend as backends
 from moeroute import check
 from moeroute.ops.differentiation import differentiable, transformed
 from moeroute.ops.planning.op import RoutingPlan
+from moeroute.ops.registration import LIBRARY, implement
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 STRIDED = check.STRIDED
 
 # ---------------------------------------------------------------------------- registration
 
-LIBRARY = torch.library.Library("moeroute", "FRAGMENT")
 
 _PLAN = "Tensor row_of_slot, Tensor slot_of_row, Tensor? slot_offsets"
 _EXPERTS = "Tensor expert_of_slot, Tensor? slot_offsets"
@@ -44,19 +44,14 @@ LIBRARY.define(
 _module = partial(backends.implementation, "permutation")
 
 
-def _implement(name: str, implementation: Any, fake: Any) -> None:
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moeroute::{name}", fake)
-
-
-_implement(
+implement(
     "spread",
     lambda x, weights, row_of_slot, slot_of_row, slot_offsets, backend: _module("spread", backend, x).spread(
         x, weights, row_of_slot, slot_of_row, slot_offsets
     ),
     lambda x, weights, row_of_slot, slot_of_row, slot_offsets, backend: x.new_empty(slot_of_row.shape[0], x.shape[1]),
 )
-_implement(
+implement(
     "combine",
     lambda rows, weights, row_of_slot, slot_of_row, slot_offsets, num_tokens, backend: _module(
         "combine", backend, rows
@@ -65,7 +60,7 @@ _implement(
         num_tokens, rows.shape[1]
     ),
 )
-_implement(
+implement(
     "row_dots",
     lambda rows, x, row_of_slot, slot_of_row, slot_offsets, dtype, backend: _module("row_dots", backend, rows).row_dots(
         rows, x, row_of_slot, slot_offsets, dtype
@@ -74,7 +69,7 @@ _implement(
         row_of_slot.shape[0], dtype=dtype
     ),
 )
-_implement(
+implement(
     "spread_dots",
     lambda x, rows, weights, row_of_slot, slot_of_row, slot_offsets, backend: _module(
         "spread_dots", backend, x
@@ -84,19 +79,19 @@ _implement(
         weights.new_empty(row_of_slot.shape[0]),
     ),
 )
-_implement(
+implement(
     "take",
     lambda values, index, inverse, backend: _module("take", backend, values).take(values, index),
     lambda values, index, inverse, backend: values.new_empty(index.shape[0]),
 )
-_implement(
+implement(
     "slot_weights",
     lambda weights, expert_of_slot, slot_offsets, backend: _module("slot_weights", backend, weights).slot_weights(
         weights, expert_of_slot, slot_offsets
     ),
     lambda weights, expert_of_slot, slot_offsets, backend: weights.new_empty(expert_of_slot.shape[0]),
 )
-_implement(
+implement(
     "slot_weights_backward",
     lambda grad, expert_of_slot, slot_offsets, num_tokens, num_experts, accumulate, backend: _module(
         "slot_weights_backward", backend, grad

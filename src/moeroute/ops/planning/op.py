@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moeroute import backend as backends
 from moeroute import check as checks
+from moeroute.ops.registration import LIBRARY, implement, operator
 
 LARGEST = 2**31 - 1  # slots and rows are numbered in int32
 
@@ -411,7 +412,6 @@ def _refuse_map(routing_map: Tensor, topk: int | None) -> None:
 
 # ---------------------------------------------------------------------------- registration
 
-LIBRARY = torch.library.Library("moeroute", "FRAGMENT")
 LIBRARY.define(
     "plan_expert_ids(Tensor expert_ids, Tensor? weights, SymInt num_experts, SymInt first_expert, SymInt last_expert,"
     " SymInt? capacity, SymInt? segment, SymInt align, SymInt? num_rows, bool check, str backend)"
@@ -640,24 +640,19 @@ def _segments_fake(lengths: Tensor, num_tokens: int, backend: str) -> tuple[Tens
     return _fake(lengths, num_tokens), _fake(lengths, num_tokens), _fake(lengths, lengths.shape[1], torch.int64)
 
 
-def _implement(name: str, implementation: Any, fake: Any) -> None:
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moeroute::{name}", fake)
+implement("plan_expert_ids", _ids_operator, _ids_fake)
+implement("plan_any_ids", _any_ids_operator, _any_ids_fake)
+implement("plan_routing_map", _map_operator, _map_fake)
+implement("plan_row_of_slot", _row_of_slot_operator, _row_of_slot_fake)
+implement("plan_token_ids", _token_ids_operator, _token_ids_fake)
+implement("plan_segments", _segments_operator, _segments_fake)
 
-
-_implement("plan_expert_ids", _ids_operator, _ids_fake)
-_implement("plan_any_ids", _any_ids_operator, _any_ids_fake)
-_implement("plan_routing_map", _map_operator, _map_fake)
-_implement("plan_row_of_slot", _row_of_slot_operator, _row_of_slot_fake)
-_implement("plan_token_ids", _token_ids_operator, _token_ids_fake)
-_implement("plan_segments", _segments_operator, _segments_fake)
-
-_plan_expert_ids = torch.ops.moeroute.plan_expert_ids.default
-_plan_any_ids = torch.ops.moeroute.plan_any_ids.default
-_plan_routing_map = torch.ops.moeroute.plan_routing_map.default
-_plan_row_of_slot = torch.ops.moeroute.plan_row_of_slot.default
-_plan_token_ids = torch.ops.moeroute.plan_token_ids.default
-_plan_segments = torch.ops.moeroute.plan_segments.default
+_plan_expert_ids = operator("plan_expert_ids")
+_plan_any_ids = operator("plan_any_ids")
+_plan_routing_map = operator("plan_routing_map")
+_plan_row_of_slot = operator("plan_row_of_slot")
+_plan_token_ids = operator("plan_token_ids")
+_plan_segments = operator("plan_segments")
 
 
 # ---------------------------------------------------------------------------- verbs

@@ -64,7 +64,7 @@ def test_router_logits_are_float32_where_the_model_is_bfloat16() -> None:
 def test_named_tests_and_files_exist() -> None:
     text = README.read_text()
     root = README.parent
-    everything = "\n".join(path.read_text() for path in (root / "tests").glob("test_*.py"))
+    everything = "\n".join(path.read_text() for path in (root / "tests").rglob("test_*.py"))
     for name in set(re.findall(r"`(test_\w+)`", text)):
         assert f"def {name}(" in everything, name
     for name in set(re.findall(r"`((?:tests|docs)/[\w.]+)`", text)):

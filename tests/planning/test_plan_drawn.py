@@ -1,0 +1,245 @@
+"""Every constructor of plans against plain Python loops, on drawn inputs."""
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moeroute.ops.planning.op import (
+    plan_from_expert_ids,
+    plan_from_routing_map,
+    plan_from_row_of_slot,
+    plan_from_segments,
+    plan_from_token_ids,
+)
+from plans_by_hand import (
+    UNKNOWN,
+    WEIGHT_DTYPES,
+    check_plan,
+    expected_from_fill,
+    expected_from_ids,
+    expected_from_map,
+    fields_of,
+    offsets_of,
+)
+from strategies import BACKENDS
+
+WEIGHTS = st.sampled_from([0.0, -0.0, 0.5, 1.0, -1.0, 2.0, 3.0, math.inf, -math.inf, math.nan])
+
+
+@st.composite
+def options(draw, num_experts, shape):
+    lo = draw(st.integers(0, num_experts))
+    capacity = draw(st.none() | st.integers(0, 6))
+    weights = [[draw(WEIGHTS) for _ in range(shape[1])] for _ in range(shape[0])]
+    return {
+        "expert_range": draw(st.sampled_from([None, (lo, draw(st.integers(lo, num_experts)))])),
+        "capacity": capacity,
+        "drop": draw(st.sampled_from(["position", "weight"])),
+        "weights": weights,
+        "pad": capacity is not None and draw(st.booleans()),
+        "align": draw(st.sampled_from([1, 1, 2, 3, 8])),
+        "num_rows": draw(st.none() | st.integers(0, 40)),
+    }
+
+
+def call_options(options, dtype, shape):
+    """The same options for a constructor."""
+    call = dict(options)
+    call["pad_to_capacity"] = call.pop("pad")
+    call["weights"] = torch.tensor(call["weights"], dtype=dtype).reshape(shape)
+    return call
+
+
+@st.composite
+def id_cases(draw):
+    num_experts = draw(st.sampled_from([0, 1, 2, 3, 5, 8]))
+    num_tokens, topk = draw(st.integers(0, 7)), draw(st.integers(1, 4))
+    one = st.integers(-2, num_experts + 1) | st.integers(0, max(num_experts - 1, 0))
+    ids = [[draw(one) for _ in range(topk)] for _ in range(num_tokens)]
+    return ids, topk, num_experts, draw(options(num_experts, (num_tokens, topk)))
+
+
+@given(id_cases(), st.sampled_from([torch.int8, torch.int32, torch.int64]), st.sampled_from(WEIGHT_DTYPES), BACKENDS)
+@settings(max_examples=150)
+def test_expert_ids_drawn(case, dtype, weight_dtype, names):
+    ids, topk, num_experts, drawn = case
+    expected = expected_from_ids(ids, num_experts, **drawn) | {"topk": topk}
+    call = call_options(drawn, weight_dtype, (len(ids), topk))
+    tensor = torch.tensor(ids, dtype=dtype).reshape(len(ids), topk)
+    before = tensor.clone()
+    for name in names:
+        check_plan(plan_from_expert_ids(tensor, num_experts, backend=name, **call), expected)
+    assert torch.equal(tensor, before)
+
+
+@st.composite
+def map_cases(draw):
+    num_experts = draw(st.sampled_from([0, 1, 2, 3, 8, 9, 16]))
+    num_tokens = draw(st.integers(0, 7))
+    routing_map = [[draw(st.sampled_from([0, 0, 1])) for _ in range(num_experts)] for _ in range(num_tokens)]
+    return routing_map, num_experts, draw(options(num_experts, (num_tokens, num_experts)))
+
+
+@given(
+    map_cases(),
+    st.none() | st.integers(0, 4),
+    st.sampled_from([torch.bool, torch.int8, torch.uint8]),
+    st.sampled_from(WEIGHT_DTYPES),
+    BACKENDS,
+)
+@settings(max_examples=150)
+def test_routing_map_drawn(case, topk, dtype, weight_dtype, names):
+    routing_map, num_experts, drawn = case
+    shape = (len(routing_map), num_experts)
+    expected = expected_from_map(routing_map, num_experts, topk, **drawn)
+    call = call_options(drawn, weight_dtype, shape)
+    tensor = torch.tensor(routing_map).reshape(shape).to(dtype)
+    for name in names:
+        check_plan(plan_from_routing_map(tensor, topk=topk, backend=name, **call), expected)
+
+
+@given(map_cases(), st.sampled_from(WEIGHT_DTYPES), BACKENDS)
+@settings(max_examples=150)
+def test_fill_drawn(case, weight_dtype, names):
+    routing_map, num_experts, drawn = case
+    shape = (len(routing_map), num_experts)
+    drawn["capacity"] = drawn["capacity"] or 0
+    call = call_options(drawn, weight_dtype, shape)
+    del drawn["pad"]
+    expected = expected_from_fill(routing_map, num_experts, **drawn)
+    tensor = torch.tensor(routing_map).reshape(shape).to(torch.bool)
+    for name in names:
+        check_plan(plan_from_routing_map(tensor, fill=True, backend=name, **call), expected)
+
+
+@given(
+    st.lists(st.sampled_from([0, 1, 2, 255, 256, 257, 2**31, 2**40 + 1, 2**62, 2**63 - 1, -1, -(2**63)]), max_size=20),
+    st.none() | st.integers(0, 25),
+    BACKENDS,
+)
+def test_unknown_number_of_experts_drawn(ids, num_rows, names):
+    order = sorted((s for s in range(len(ids)) if ids[s] >= 0), key=lambda s: ids[s])
+    if num_rows is not None:
+        order = (order + [-1] * num_rows)[:num_rows]
+    expected = {
+        "row_of_slot": [order.index(s) if s in order else -1 for s in range(len(ids))],
+        "slot_of_row": order,
+        "num_tokens": len(ids),
+        "num_rows": len(order),
+        "topk": 1,
+        "token_of_slot": list(range(len(ids))),
+    } | dict.fromkeys(UNKNOWN)
+    for name in names:
+        plan = plan_from_expert_ids(torch.tensor(ids, dtype=torch.int64), None, num_rows=num_rows, backend=name)
+        check_plan(plan, expected)
+
+
+INDICES = st.integers(-3, 12) | st.sampled_from([2**31, 2**31 - 1, 2**32 + 1, -(2**63), 2**63 - 1])
+
+
+def last_slot_of_row(row_of_slot, num_rows):
+    return [max([s for s, row in enumerate(row_of_slot) if row == r], default=-1) for r in range(num_rows)]
+
+
+@given(st.data())
+def test_row_of_slot_drawn(data):
+    num_tokens, topk, num_rows = (data.draw(st.integers(low, 6)) for low in (0, 1, 0))
+    first_row = data.draw(st.integers(0, 3))
+    size = num_tokens * topk
+    given_rows = data.draw(st.lists(INDICES, min_size=size, max_size=size))
+    experts = data.draw(st.none() | st.lists(INDICES, min_size=size, max_size=size))
+    rows = [r - first_row if first_row <= r < first_row + num_rows else -1 for r in given_rows]
+    expected = dict.fromkeys(UNKNOWN) | {
+        "row_of_slot": rows,
+        "slot_of_row": last_slot_of_row(rows, num_rows),
+        "num_tokens": num_tokens,
+        "num_rows": num_rows,
+        "topk": topk,
+        "token_of_slot": [s // topk for s in range(size)],
+        "expert_of_slot": None if experts is None else [e if 0 <= e < 2**31 else -1 for e in experts],
+    }
+    row_tensor = torch.tensor(given_rows, dtype=torch.int64).reshape(num_tokens, topk)
+    if experts is not None:
+        experts = torch.tensor(experts, dtype=torch.int64)
+    for backend in data.draw(BACKENDS):
+        plan = plan_from_row_of_slot(
+            row_tensor, num_tokens, num_rows, first_row=first_row, expert_of_slot=experts, backend=backend
+        )
+        assert fields_of(plan) == expected
+        if num_tokens:
+            column_wise = row_tensor.t().contiguous().t()
+            again = plan_from_row_of_slot(column_wise, num_tokens, num_rows, first_row=first_row, backend=backend)
+            assert again.row_of_slot.tolist() == rows
+
+
+@given(st.data())
+def test_token_ids_drawn(data):
+    num_tokens, num_entries = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 12))
+    token_ids = data.draw(st.lists(INDICES, min_size=num_entries, max_size=num_entries))
+    rows = data.draw(st.none() | st.lists(INDICES, min_size=num_entries, max_size=num_entries))
+    num_experts = data.draw(st.none() | st.integers(1, 3))
+    num_rows = data.draw(st.none() | st.integers(0, 4))
+    if num_experts is not None:
+        num_rows = num_experts * data.draw(st.integers(0, 4))
+    size = num_entries if num_rows is None else num_rows
+    order = [i for t in range(num_tokens) for i in range(num_entries) if token_ids[i] == t]
+    row_of_slot = [i if rows is None else rows[i] for i in order] + [-1] * (num_entries - len(order))
+    row_of_slot = [r if 0 <= r < size else -1 for r in row_of_slot]
+    slot_of_row = last_slot_of_row(row_of_slot, size)
+    expected = dict.fromkeys(UNKNOWN) | {
+        "row_of_slot": row_of_slot,
+        "slot_of_row": slot_of_row,
+        "num_tokens": num_tokens,
+        "num_rows": size,
+        "topk": None,
+        "slot_offsets": offsets_of([token_ids[i] for i in order], num_tokens),
+        "token_of_slot": [token_ids[i] for i in order] + [-1] * (num_entries - len(order)),
+    }
+    if num_experts is not None:
+        each = size // num_experts
+        expected["num_experts"] = num_experts
+        expected["expert_of_slot"] = [r // each if r >= 0 else -1 for r in row_of_slot]
+        expected["tokens_per_expert"] = [
+            sum(s >= 0 for s in slot_of_row[e * each : (e + 1) * each]) for e in range(num_experts)
+        ]
+        expected["rows_per_expert"] = [each] * num_experts
+        expected["expert_of_row"] = [r // each for r in range(size)]
+    tokens = torch.tensor(token_ids, dtype=torch.int64)
+    rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+    for backend in data.draw(BACKENDS):
+        plan = plan_from_token_ids(
+            tokens, num_tokens, rows=rows, num_rows=num_rows, num_experts=num_experts, backend=backend
+        )
+        assert fields_of(plan) == expected
+
+
+@given(st.data())
+def test_segments_drawn(data):
+    ranks, num_experts = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 4))
+    length = st.integers(-1, 4) | st.sampled_from([2**62, 2**63 - 1])
+    lengths = [[data.draw(length) for _ in range(num_experts)] for _ in range(ranks)]
+    num_tokens = data.draw(st.integers(0, 20))
+    # Ever longer chunks than this change nothing, and would not fit into a list.
+    cut = [[min(max(n, 0), num_tokens) for n in row] for row in lengths]
+    token_side = [(rank, e, i) for rank in range(ranks) for e in range(num_experts) for i in range(cut[rank][e])]
+    row_side = [(rank, e, i) for e in range(num_experts) for rank in range(ranks) for i in range(cut[rank][e])]
+    token_side, row_side = (side[:num_tokens] for side in (token_side, row_side))
+    pad = [-1] * (num_tokens - len(token_side))
+    counts = [sum(e == expert for _, e, _ in row_side) for expert in range(num_experts)]
+    expected = dict.fromkeys(UNKNOWN) | {
+        "row_of_slot": [row_side.index(x) if x in row_side else -1 for x in token_side] + pad,
+        "slot_of_row": [token_side.index(x) if x in token_side else -1 for x in row_side] + pad,
+        "num_tokens": num_tokens,
+        "num_rows": num_tokens,
+        "num_experts": num_experts,
+        "topk": 1,
+        "token_of_slot": list(range(num_tokens)),
+        "tokens_per_expert": counts,
+        "rows_per_expert": counts,
+        "expert_of_row": [e for _, e, _ in row_side] + pad,
+    }
+    tensor = torch.tensor(lengths, dtype=torch.int64).reshape(ranks, num_experts)
+    for backend in data.draw(BACKENDS):
+        assert fields_of(plan_from_segments(tensor, num_tokens, backend=backend)) == expected

@@ -1,0 +1,164 @@
+"""Plans as plain Python loops: what a constructor must return, and the comparison of every field."""
+
+import math
+
+import torch
+
+from moeroute.ops.planning.op import (
+    RoutingPlan,
+)
+
+WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+UNKNOWN = ("num_experts", "slot_offsets", "expert_of_slot", "tokens_per_expert", "rows_per_expert", "expert_of_row")
+
+
+def assign_rows(experts, lo, hi, capacity=None, drop="position", weights=None, pad=False, align=1, num_rows=None):
+    """experts: the expert of each slot. Returns the plan's fields as lists."""
+
+    def heaviest_first(slot):
+        weight = weights[slot]
+        return (0, 0.0, slot) if math.isnan(weight) else (1, -weight, slot)
+
+    rows, owners, tokens, lengths = [], [], [], []
+    for e in range(lo, hi):
+        mine = [s for s, expert in enumerate(experts) if expert == e]
+        if capacity is not None:
+            if drop == "weight":
+                mine = sorted(mine, key=heaviest_first)
+            mine = sorted(mine[:capacity])
+        length = capacity if pad else len(mine)
+        while length % align:
+            length += 1
+        rows += mine + [-1] * (length - len(mine))
+        owners += [e] * length
+    if num_rows is not None:
+        rows, owners = (rows + [-1] * num_rows)[:num_rows], owners[:num_rows]
+    for e in range(lo, hi):
+        lengths.append(owners.count(e))
+        tokens.append(sum(owner == e and row >= 0 for owner, row in zip(owners, rows, strict=False)))
+    row_of_slot = [rows.index(s) if s in rows else -1 for s in range(len(experts))]
+    return {
+        "row_of_slot": row_of_slot,
+        "slot_of_row": rows,
+        "num_rows": len(rows),
+        "tokens_per_expert": tokens,
+        "rows_per_expert": lengths,
+        "expert_of_row": [owner - lo for owner in owners] + [-1] * (len(rows) - len(owners)),
+    }
+
+
+def offsets_of(tokens, num_tokens):
+    return [sum(token < t for token in tokens) for t in range(num_tokens + 1)]
+
+
+def expected_from_ids(ids, num_experts, expert_range=None, weights=None, **options):
+    lo, hi = expert_range or (0, num_experts)
+    topk = len(ids[0]) if ids else 0
+    flat_weights = None if weights is None else [w for row in weights for w in row]
+    fields = assign_rows([e for row in ids for e in row], lo, hi, weights=flat_weights, **options)
+    return fields | {
+        "topk": topk,
+        "slot_offsets": None,
+        "expert_of_slot": None,
+        "token_of_slot": [t for t in range(len(ids)) for _ in range(topk)],
+        "num_tokens": len(ids),
+        "num_experts": num_experts,
+    }
+
+
+def expected_from_map(routing_map, num_experts, topk=None, expert_range=None, weights=None, **options):
+    lo, hi = expert_range or (0, num_experts)
+    entries = [(t, e) for t, row in enumerate(routing_map) for e in range(num_experts) if row[e]]
+    flat_weights = None if weights is None else [weights[t][e] for t, e in entries]
+    fields = assign_rows([e for _, e in entries], lo, hi, weights=flat_weights, **options)
+    tokens = [t for t, _ in entries]
+    experts = [e for _, e in entries]
+    if topk is not None:
+        table = []
+        for t in range(len(routing_map)):
+            mine = [s for s, token in enumerate(tokens) if token == t][:topk]
+            table += mine + [-1] * (topk - len(mine))
+        all_rows = fields["row_of_slot"]
+        fields["row_of_slot"] = [all_rows[s] if s >= 0 else -1 for s in table]
+        fields["slot_of_row"] = [table.index(s) if s >= 0 and s in table else -1 for s in fields["slot_of_row"]]
+        experts = [experts[s] if s >= 0 else -1 for s in table]
+        tokens = [t for t in range(len(routing_map)) for _ in range(topk)]
+    return fields | {
+        "topk": topk,
+        "slot_offsets": None if topk is not None else offsets_of(tokens, len(routing_map)),
+        "expert_of_slot": experts,
+        "token_of_slot": tokens,
+        "num_tokens": len(routing_map),
+        "num_experts": num_experts,
+    }
+
+
+def expected_from_fill(
+    routing_map, num_experts, capacity, expert_range=None, drop="position", weights=None, align=1, num_rows=None
+):
+    lo, hi = expert_range or (0, num_experts)
+    num_tokens = len(routing_map)
+    taken = []  # for each expert of the range its tokens in row order
+    for e in range(lo, hi):
+        true = [t for t in range(num_tokens) if routing_map[t][e]]
+        if drop == "weight":
+            column = [weights[t][e] for t in true]
+            rows = assign_rows([0] * len(true), 0, 1, capacity, "weight", column)["row_of_slot"]
+            true = [t for t, row in zip(true, rows, strict=True) if row >= 0]
+        false = [t for t in range(num_tokens) if not routing_map[t][e]]
+        taken.append((true + false if len(true) < capacity else true)[: min(capacity, num_tokens)])
+    slots = [(t, lo + i) for t in range(num_tokens) for i in range(hi - lo) if t in taken[i]]
+    rows, owners = [], []
+    for i, mine in enumerate(taken):
+        segment = -(-capacity // align) * align
+        rows += [slots.index((t, lo + i)) for t in mine] + [-1] * (segment - len(mine))
+        owners += [i] * segment
+    if num_rows is not None:
+        rows, owners = (rows + [-1] * num_rows)[:num_rows], owners[:num_rows]
+    return {
+        "row_of_slot": [rows.index(s) if s in rows else -1 for s in range(len(slots))],
+        "slot_of_row": rows,
+        "num_rows": len(rows),
+        "tokens_per_expert": [
+            sum(owner == i and row >= 0 for owner, row in zip(owners, rows, strict=False)) for i in range(hi - lo)
+        ],
+        "rows_per_expert": [owners.count(i) for i in range(hi - lo)],
+        "expert_of_row": owners + [-1] * (len(rows) - len(owners)),
+        "topk": None,
+        "slot_offsets": offsets_of([t for t, _ in slots], num_tokens),
+        "expert_of_slot": [e for _, e in slots],
+        "token_of_slot": [t for t, _ in slots],
+        "num_tokens": num_tokens,
+        "num_experts": num_experts,
+    }
+
+
+def fields_of(plan):
+    def plain(value):
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
+    names = (
+        "row_of_slot slot_of_row num_tokens num_rows num_experts topk slot_offsets expert_of_slot tokens_per_expert"
+        " rows_per_expert token_of_slot expert_of_row"
+    )
+    return {name: plain(getattr(plan, name)) for name in names.split()}
+
+
+def check_plan(plan, expected):
+    """Every field, the dtypes, and what must hold for any plan."""
+    actual = fields_of(plan)
+    assert actual == {name: expected[name] for name in actual}
+    for name in ("row_of_slot", "slot_of_row", "slot_offsets", "expert_of_slot", "token_of_slot", "token_of_row"):
+        tensor = getattr(plan, name)
+        if tensor is not None:
+            assert tensor.dtype is torch.int32
+            assert tensor.is_contiguous()
+    for tensor in (plan.tokens_per_expert, plan.rows_per_expert):
+        if tensor is not None:
+            assert tensor.dtype is torch.int64
+    slots, rows, tokens = actual["row_of_slot"], actual["slot_of_row"], actual["token_of_slot"]
+    assert plan.token_of_row.tolist() == [tokens[s] if s >= 0 else -1 for s in rows]
+    assert all(rows[slots[s]] == s for s in range(len(slots)) if slots[s] >= 0)
+    RoutingPlan(  # what the constructors skip
+        **{f: getattr(plan, f) for f in RoutingPlan.__dataclass_fields__}
+    )

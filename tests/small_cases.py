@@ -1,0 +1,21 @@
+"""Small inputs of many tests."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import moeroute
+
+
+def plan_of(ids: list[list[int]], num_experts: int, **options: Any) -> moeroute.RoutingPlan:
+    return moeroute.plan_from_expert_ids(torch.tensor(ids), num_experts, **options)
+
+
+def leaf(values: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, requires_grad=True)
+
+
+def whole_numbers(*shape: int, seed: int, most: int = 3) -> Tensor:
+    """Small integers as float32: their sums and products are exact in any order."""
+    return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed)).float()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import linecache
 import os
 import pickle
 import queue
@@ -73,6 +74,10 @@ def all_equal(tensor: Tensor, value: float) -> None:
 
 def stats(name: str) -> Any:
     return memory.memory_stats()[name]
+
+
+def leases(pool: memory._Pool) -> list[memory._Lease]:
+    return [lease for of_size in pool.in_use.values() for lease in of_size.values()]
 
 
 # --- recycling ---
@@ -185,7 +190,7 @@ def test_what_sees_the_memory_keeps_it(alias: str, poison: memory._Pool) -> None
 
 def block_at(pool: memory._Pool, address: int) -> torch.UntypedStorage:
     """The block in use at an address, read behind everybody's back."""
-    for lease in pool.in_use.values():
+    for lease in leases(pool):
         storage = torch.frombuffer(lease.block, dtype=torch.uint8).untyped_storage()
         if storage.data_ptr() == address:
             return storage
@@ -451,7 +456,7 @@ def test_empty_cache_leaves_living_tensors_alone() -> None:
 
 
 def test_switching_off_and_on(poison: memory._Pool) -> None:
-    rows, block = make(), weakref.ref(next(iter(poison.in_use.values())).block)
+    rows, block = make(), weakref.ref(leases(poison)[0].block)
     memory.set_memory_pool(False)
     assert memory.memory_stats() == {
         "enabled": False,
@@ -472,7 +477,7 @@ def test_switching_off_and_on(poison: memory._Pool) -> None:
 
 def test_a_block_on_its_way_back_while_the_pool_is_switched_off(pool: memory._Pool) -> None:
     rows = make()
-    (lease,) = pool.in_use.values()
+    (lease,) = leases(pool)
     memory.set_memory_pool(False)
     del rows  # the lease still lives, and calls back
     assert len(pool.returned) == 1
@@ -558,14 +563,14 @@ def test_a_dying_tensor_waits_for_no_lock(pool: memory._Pool) -> None:
     assert stats("in_use_bytes") == 0
 
 
-def at_each_line(action: Callable[[], None], program: Callable[[], None]) -> None:
+def at_each_line(action: Callable[[FrameType], None], program: Callable[[], None]) -> None:
     """Run `program`, and `action` before each line of memory.py that it comes through."""
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         if frame.f_code.co_filename != memory.__file__:
             return None
         if event == "line":
-            action()  # itself not traced
+            action(frame)  # itself not traced
         return trace
 
     former = sys.gettrace()
@@ -603,11 +608,105 @@ def test_a_signal_handler_may_come_in_at_any_point(poison: memory._Pool) -> None
         for _ in range(15):
             live(own)
 
-    at_each_line(lambda: live(handlers), program)
+    at_each_line(lambda _: live(handlers), program)
     assert poison.in_use_bytes > 0
     del own[:], handlers[:]
     assert stats("in_use_bytes") == 0
     assert stats("idle_bytes") == sum(size * len(blocks) for size, blocks in poison.idle.items())
+
+
+def interrupted(program: Callable[[], None], place: int) -> bool:
+    """Run `program` until it comes to its line number `place` of memory.py, and raise KeyboardInterrupt there."""
+    left, seen = place, set()
+
+    def interrupt(frame: FrameType) -> None:
+        nonlocal left
+        line = (id(frame), frame.f_lineno)
+        # A `with` statement shows a second time before it releases. Only a trace function can raise there: for
+        # signals Python looks after calls and jumps.
+        again = line in seen and linecache.getline(memory.__file__, frame.f_lineno).lstrip().startswith("with ")
+        seen.add(line)
+        if not again:
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+    try:
+        at_each_line(interrupt, program)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+@pytest.mark.usefixtures("unfilled")
+def test_ctrl_c_at_any_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No block is held for good, none is handed out twice, all counts are right, whatever line is interrupted."""
+    blocks: list[weakref.ref[Any]] = []
+    map_block = memory._map
+
+    def recorded(size: int) -> Any:
+        if size > MIB:
+            raise OSError(12, "Cannot allocate memory")
+        block = map_block(size)
+        blocks.append(weakref.ref(block))
+        return block
+
+    monkeypatch.setattr(memory, "_map", recorded)
+    monkeypatch.setattr(memory, "SMALLEST", 4096)
+    living: list[tuple[float, Tensor]] = []
+
+    def live(value: float, pages: int = 1) -> None:
+        living.append((value, memory.empty((pages, 1024), torch.float32).fill_(value)))
+
+    def program() -> None:
+        live(1.0)
+        live(2.0)
+        live(3.0, 2)
+        del living[0]
+        live(4.0)  # recycled
+        del living[:2]
+        memory.empty((2 * MIB,), torch.uint8)  # refused by the system: idle blocks go, torch is asked
+        live(5.0)
+        del living[-1:]
+        memory.memory_stats()
+        memory.set_memory_pool(max_idle_bytes=0)
+        live(6.0, 2)
+        live(7.0)
+        del living[-1]
+        memory.empty_cache()
+        memory.set_memory_pool(False)
+        live(8.0)
+        memory.set_memory_pool(True, max_idle_bytes="largest")
+        live(9.0)
+
+    place = 0
+    while True:
+        pool = memory._Pool(True)
+        monkeypatch.setattr(memory, "_pool", pool)
+        blocks.clear()
+        living.clear()
+        ended = not interrupted(program, place)
+        memory.set_memory_pool(True, max_idle_bytes="largest")
+        for value, pages in ((10.0, 1), (11.0, 1), (12.0, 2)):
+            live(value, pages)
+        for value, rows in living:
+            all_equal(rows, value)
+        assert pool.lock.acquire(blocking=False)
+        pool.lock.release()
+        del rows
+        living.clear()
+        found = memory.memory_stats()
+        idle = [block for of_size in pool.idle.values() for block in of_size]
+        assert {id(block()) for block in blocks if block() is not None} == {id(block) for block in idle}
+        assert len({id(block) for block in idle}) == len(idle)
+        assert (found["in_use_bytes"], found["idle_bytes"]) == (0, sum(map(len, idle)))
+        assert not pool.returned
+        del idle
+        if ended:
+            break
+        place += 1
+    assert place > 200
 
 
 def in_child(body: Callable[[], None]) -> None:

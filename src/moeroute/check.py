@@ -166,7 +166,12 @@ def buffer(operator: str, argument: str, out: Any, shape: tuple[int, ...], dtype
 
 
 def writable(operator: str, argument: str, out: Tensor, *inputs: Tensor | None) -> None:
-    """A buffer to write into: no memory shared inside it or with an input, on the inputs' device."""
+    """A buffer to write into: no memory shared inside it or with an input, on the inputs' device.
+
+    Kernels write by address; `torch.autograd.graph.increment_version` afterwards tells autograd.
+    """
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise wrong_value(operator, argument, "no inference tensor outside torch.inference_mode()", "one")
     if out.is_conj() or out.is_neg():
         raise wrong_value(operator, argument, "a tensor without lazy conjugation or negation", "one with it")
     if torch._debug_has_internal_overlap(out) == 1:

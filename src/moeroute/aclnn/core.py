@@ -397,6 +397,8 @@ def apart(outputs: dict[str, Tensor | None], *inputs: Tensor | None) -> None:
     for name, out in outputs.items():
         if out is None:
             continue
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise wrong(name, "no inference tensor outside torch.inference_mode()", "one")
         if torch._debug_has_internal_overlap(out) == 1:
             raise wrong(name, "a tensor whose elements do not overlap", f"strides {list(out.stride())}")
         low, high = span(out)

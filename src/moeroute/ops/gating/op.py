@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from moeroute import backend as backends
 from moeroute import check
@@ -365,6 +366,9 @@ def gating_topk(
             logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
             weights_dtype, out,
         )  # fmt: skip
+        if out is not None:
+            for written in out:
+                increment_version(written)  # by address, of which autograd knows nothing
     else:
         found = _gating_topk(
             logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
@@ -445,6 +449,8 @@ def gating_topk_backward(
         gradient: Tensor = _module(operator, backend, scores).gating_topk_backward(
             scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, out
         )
+        if out is not None:
+            increment_version(out)
     else:
         gradient = _gating_topk_backward(
             scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, backend

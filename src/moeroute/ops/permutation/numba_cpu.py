@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numba import int64, prange
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from moeroute import memory
 from moeroute.ops.launch import FLOATS, SERIAL_WORK, Kernel, kernel, parallel_kernel
@@ -643,9 +644,12 @@ def _vector(out: Tensor | None, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _finish(target: Tensor, out: Tensor | None) -> Tensor:
-    if out is None or out is target:
+    if out is None:
         return target
-    return out.copy_(target)
+    if out is not target:
+        return out.copy_(target)
+    increment_version(out)  # it was written by address, of which autograd knows nothing
+    return out
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from moeroute.ops.tiles import PARTIAL_SUMS, launch, narrow, power_of_two, sum_of_partials, tile_rows, widen
 
@@ -318,7 +319,12 @@ def _vector(out: Tensor | None, like: Tensor, size: int, dtype: torch.dtype) -> 
 
 
 def _finish(target: Tensor, out: Tensor | None) -> Tensor:
-    return target if out is None or out is target else out.copy_(target)
+    if out is None:
+        return target
+    if out is not target:
+        return out.copy_(target)
+    increment_version(out)  # it was written by address, of which autograd knows nothing
+    return out
 
 
 def _bits(tensor: Tensor) -> Tensor:

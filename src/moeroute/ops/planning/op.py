@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from moeroute import backend as backends
 from moeroute import check as checks
@@ -319,7 +320,11 @@ def _destination(
 
 
 def _hand_over(row_of_slot: Tensor, out: Tensor | None) -> None:
-    if out is not None and not out.is_contiguous():
+    if out is None:
+        return
+    if out.is_contiguous():
+        increment_version(out)  # it was written by address, of which autograd knows nothing
+    else:
         out.copy_(row_of_slot.view(out.shape))
 
 

@@ -22,7 +22,7 @@ test: $(VENV)/ready lint
 
 # The upstream system-test shapes above 64 MiB of tensors; the largest takes 19 GiB.
 test-large: $(VENV)/ready
-	MOEROUTE_LARGE=1 $(BIN)/python -m pytest tests/test_aclnn.py -k system_shapes
+	MOEROUTE_LARGE=1 $(BIN)/python -m pytest tests/aclnn -k system_shapes
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_aclnn import GOOD, SIXTEEN_MIB, run
 from torch import Tensor
 
 import moeroute
 from moeroute import aclnn
 from moeroute.aclnn.signatures import SIGNATURES
 from moeroute.testing import assert_same_bits
-from test_aclnn import GOOD, SIXTEEN_MIB, run
 
 T, K, E, H = 4, 2, 5, 6
 LOGITS = torch.linspace(-1, 1, T * E).reshape(T, E).cos()

@@ -26,6 +26,20 @@ tensor([[4., 6.]])
 from moeroute.aclnn.core import Executor as Executor
 from moeroute.aclnn.core import aclGetRecentErrMsg as aclGetRecentErrMsg
 from moeroute.aclnn.core import set_ub_bytes as set_ub_bytes
+from moeroute.aclnn.experts import aclnnMoeComputeExpertTokens as aclnnMoeComputeExpertTokens
+from moeroute.aclnn.experts import (
+    aclnnMoeComputeExpertTokensGetWorkspaceSize as aclnnMoeComputeExpertTokensGetWorkspaceSize,
+)
+from moeroute.aclnn.experts import aclnnMoeReRouting as aclnnMoeReRouting
+from moeroute.aclnn.experts import aclnnMoeReRoutingGetWorkspaceSize as aclnnMoeReRoutingGetWorkspaceSize
+from moeroute.aclnn.finalize_routing import aclnnMoeFinalizeRoutingV2 as aclnnMoeFinalizeRoutingV2
+from moeroute.aclnn.finalize_routing import (
+    aclnnMoeFinalizeRoutingV2GetWorkspaceSize as aclnnMoeFinalizeRoutingV2GetWorkspaceSize,
+)
+from moeroute.aclnn.finalize_routing import aclnnMoeFinalizeRoutingV2Grad as aclnnMoeFinalizeRoutingV2Grad
+from moeroute.aclnn.finalize_routing import (
+    aclnnMoeFinalizeRoutingV2GradGetWorkspaceSize as aclnnMoeFinalizeRoutingV2GradGetWorkspaceSize,
+)
 from moeroute.aclnn.gating import aclnnMoeGatingTopK as aclnnMoeGatingTopK
 from moeroute.aclnn.gating import aclnnMoeGatingTopKBackward as aclnnMoeGatingTopKBackward
 from moeroute.aclnn.gating import (
@@ -40,6 +54,12 @@ from moeroute.aclnn.gating import (
 )
 from moeroute.aclnn.gating import aclnnMoeGatingTopKV2 as aclnnMoeGatingTopKV2
 from moeroute.aclnn.gating import aclnnMoeGatingTopKV2GetWorkspaceSize as aclnnMoeGatingTopKV2GetWorkspaceSize
+from moeroute.aclnn.init_routing import aclnnMoeInitRoutingV2 as aclnnMoeInitRoutingV2
+from moeroute.aclnn.init_routing import aclnnMoeInitRoutingV2GetWorkspaceSize as aclnnMoeInitRoutingV2GetWorkspaceSize
+from moeroute.aclnn.init_routing import aclnnMoeInitRoutingV2Grad as aclnnMoeInitRoutingV2Grad
+from moeroute.aclnn.init_routing import (
+    aclnnMoeInitRoutingV2GradGetWorkspaceSize as aclnnMoeInitRoutingV2GradGetWorkspaceSize,
+)
 from moeroute.aclnn.permute import aclnnMoeTokenPermute as aclnnMoeTokenPermute
 from moeroute.aclnn.permute import aclnnMoeTokenPermuteGetWorkspaceSize as aclnnMoeTokenPermuteGetWorkspaceSize
 from moeroute.aclnn.permute import aclnnMoeTokenPermuteGrad as aclnnMoeTokenPermuteGrad
@@ -60,26 +80,6 @@ from moeroute.aclnn.permute import aclnnMoeTokenPermuteWithRoutingMapGrad as acl
 from moeroute.aclnn.permute import (
     aclnnMoeTokenPermuteWithRoutingMapGradGetWorkspaceSize as aclnnMoeTokenPermuteWithRoutingMapGradGetWorkspaceSize,
 )
-from moeroute.aclnn.routing import aclnnMoeComputeExpertTokens as aclnnMoeComputeExpertTokens
-from moeroute.aclnn.routing import (
-    aclnnMoeComputeExpertTokensGetWorkspaceSize as aclnnMoeComputeExpertTokensGetWorkspaceSize,
-)
-from moeroute.aclnn.routing import aclnnMoeFinalizeRoutingV2 as aclnnMoeFinalizeRoutingV2
-from moeroute.aclnn.routing import (
-    aclnnMoeFinalizeRoutingV2GetWorkspaceSize as aclnnMoeFinalizeRoutingV2GetWorkspaceSize,
-)
-from moeroute.aclnn.routing import aclnnMoeFinalizeRoutingV2Grad as aclnnMoeFinalizeRoutingV2Grad
-from moeroute.aclnn.routing import (
-    aclnnMoeFinalizeRoutingV2GradGetWorkspaceSize as aclnnMoeFinalizeRoutingV2GradGetWorkspaceSize,
-)
-from moeroute.aclnn.routing import aclnnMoeInitRoutingV2 as aclnnMoeInitRoutingV2
-from moeroute.aclnn.routing import aclnnMoeInitRoutingV2GetWorkspaceSize as aclnnMoeInitRoutingV2GetWorkspaceSize
-from moeroute.aclnn.routing import aclnnMoeInitRoutingV2Grad as aclnnMoeInitRoutingV2Grad
-from moeroute.aclnn.routing import (
-    aclnnMoeInitRoutingV2GradGetWorkspaceSize as aclnnMoeInitRoutingV2GradGetWorkspaceSize,
-)
-from moeroute.aclnn.routing import aclnnMoeReRouting as aclnnMoeReRouting
-from moeroute.aclnn.routing import aclnnMoeReRoutingGetWorkspaceSize as aclnnMoeReRoutingGetWorkspaceSize
 from moeroute.aclnn.unpermute import aclnnMoeTokenUnpermute as aclnnMoeTokenUnpermute
 from moeroute.aclnn.unpermute import aclnnMoeTokenUnpermuteGetWorkspaceSize as aclnnMoeTokenUnpermuteGetWorkspaceSize
 from moeroute.aclnn.unpermute import aclnnMoeTokenUnpermuteGrad as aclnnMoeTokenUnpermuteGrad

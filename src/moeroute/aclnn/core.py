@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moeroute.aclnn.signatures import SIGNATURES, Parameter
 from moeroute.check import overlap, span
+from moeroute.ops.planning.op import RoutingPlan
 
 # ---------------------------------------------------------------------------- status codes
 
@@ -41,6 +42,7 @@ NAMES = {
 MAX_TOPK = 512
 MAX_EXPERTS = 2048
 MAX_SLOTS = 16_777_215  # upstream sorts ids as float32 keys
+LARGEST = 2**31 - 1  # of int32
 MAX_INT8_SLOTS = 10_240  # of MoeTokenPermute with int8 tokens
 WORKSPACE = 16 * 2**20
 
@@ -361,6 +363,11 @@ def between(name: str, value: int, low: int, high: int, status: int = PARAM_INVA
         raise wrong(name, f"in {low}..{high}", value, status)
 
 
+def at_least(name: str, value: int, least: int, status: int = PARAM_INVALID) -> None:
+    if value < least:
+        raise wrong(name, f"at least {least}", value, status)
+
+
 def divides(name: str, length: int, by_name: str, by: int, status: int = PARAM_INVALID) -> int:
     """length / by, which must be whole."""
     if by <= 0 or length % by:
@@ -430,6 +437,12 @@ def target_of(out: Tensor, *shape: int) -> Tensor:
 def deliver(target: Tensor, out: Tensor) -> None:
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))
+
+
+def counts_of(plan: RoutingPlan, cumulative: bool = False) -> Tensor:
+    counts = plan.tokens_up_to_expert if cumulative else plan.tokens_per_expert
+    assert counts is not None  # noqa: S101 - for the type checker: a plan with experts has them
+    return counts
 
 
 def zero_filled(*outputs: Tensor | None) -> tuple[int, Work]:

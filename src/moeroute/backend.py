@@ -7,6 +7,8 @@ devices, and CPU tensors in Triton's interpreter. Nothing is imported before it 
 
 import importlib
 import importlib.util
+import os
+import sys
 from types import ModuleType
 
 import torch
@@ -44,6 +46,10 @@ def unavailable(name: str) -> str | None:
 def _cpu_reason() -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "the package numba is not installed"
+    numba = sys.modules.get("numba")  # imported only when it is needed
+    disabled = os.environ.get("NUMBA_DISABLE_JIT", "0") if numba is None else numba.config.DISABLE_JIT
+    if disabled not in ("", "0", 0):
+        return "numba compiles nothing where NUMBA_DISABLE_JIT is set"
     return None
 
 

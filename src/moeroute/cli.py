@@ -149,7 +149,8 @@ def _numba_rows(warm: bool) -> list[tuple[str, str]]:
         rows.append(("warm", f"{len(launch.Kernel.every)} kernels compiled or loaded in {seconds:.1f} s"))
     plan = moeroute.plan_from_row_of_slot(torch.arange(2048, dtype=torch.int32), 2048, 2048)
     moeroute.permute(torch.zeros(2048, 256), plan)
-    layer = launch.threading_layer() or "not started (one thread)"
+    refusal = launch.threads_refusal()
+    layer = launch.threading_layer() or "not started (one thread)" if refusal is None else f"none: {refusal}"
     folder = launch.cache_folder()
     cache = f"none: {launch.cache_refusal}" if folder is None else folder
     return [*rows, ("threading layer", layer), ("kernel cache", cache)]

@@ -5,8 +5,10 @@ problems run the body; large ones split the items over threads. Splitting never 
 no item depends on another.
 """
 
+import functools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -60,7 +62,20 @@ def thread_count() -> int:
     """Threads that a large call may use: torch's setting, at most Numba's; 1 in a forked child."""
     if _forked:
         return 1
-    return min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    wanted = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
+    return wanted if wanted == 1 or threads_refusal() is None else 1
+
+
+@functools.cache
+def threads_refusal() -> str | None:
+    """Why Numba has no threads, None where it has: the threading layer that the user wants may not be installed."""
+    try:
+        numba.get_num_threads()  # starts them
+    except ValueError as error:
+        reason = f"NUMBA_THREADING_LAYER={numba.config.THREADING_LAYER}: {str(error).splitlines()[0].rstrip('.')}"
+        warnings.warn(f"moeroute runs in one thread, with the same bits ({reason})", stacklevel=2)
+        return reason
+    return None
 
 
 def threading_layer() -> str | None:
@@ -127,7 +142,7 @@ class Kernel:
     def warm(self) -> None:
         """Compile (or load from the cache) for every key, serial and parallel."""
         for key in self.keys:
-            for which in (0, 1):
+            for which in (0, 1) if threads_refusal() is None else (0,):
                 if self._functions[which] is not None:
                     self._entry(which, key)
 

@@ -14,15 +14,18 @@ loaded tail are +0. A pointer is also indexed like an array: `row_of_slot[s]`, `
 Kernels compute offsets in int64 and check every index that comes from memory themselves.
 """
 
+import functools
 import hashlib
 import operator
+import re
 from pathlib import Path
 
 import llvmlite
 import numba
 import torch
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils, types
+from numba.core.registry import cpu_target
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import NativeValue, intrinsic, lower_builtin, models, overload, register_model, unbox
 
@@ -161,8 +164,56 @@ def _like(value, element):
 
 
 def _number(type_, number):
-    """An integer in every lane."""
+    """A number in every lane."""
     return ir.Constant(type_, [number] * type_.count if isinstance(type_, ir.VectorType) else number)
+
+
+@functools.cache
+def _converts_halves() -> bool:
+    """Whether the processor has instructions for it: elsewhere LLVM calls functions that nobody provides."""
+    triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
+    text = "define float @widen(half %x) { %y = fpext half %x to float ret float %y }"
+    return re.search("hfsf2|h2f", machine.emit_assembly(binding.parse_assembly(text))) is None
+
+
+def _half_to_float(builder, value):
+    """In integers and one exact multiplication."""
+    i32, f32 = _like(value, _I32), _like(value, _F32)
+    bits = builder.zext(builder.bitcast(value, _like(value, _I16)), i32)
+    magnitude = builder.and_(bits, _number(i32, 0x7FFF))
+    exponents = _number(i32, (127 - 15) << 23)  # from the middle of a half's exponents to that of a float's
+    normal = builder.add(builder.shl(magnitude, _number(i32, 13)), exponents)
+    special = builder.add(normal, exponents)
+    quiet = builder.or_(special, _number(i32, 0x400000))
+    special = builder.select(builder.icmp_unsigned(">", magnitude, _number(i32, 0x7C00)), quiet, special)
+    subnormal = builder.fmul(builder.uitofp(magnitude, f32), _number(f32, 2.0**-24))
+    found = builder.select(builder.icmp_unsigned("<", magnitude, _number(i32, 0x7C00)), normal, special)
+    small = builder.icmp_unsigned("<", magnitude, _number(i32, 0x400))
+    found = builder.select(small, builder.bitcast(subnormal, i32), found)
+    sign = builder.shl(builder.and_(bits, _number(i32, 0x8000)), _number(i32, 16))
+    return builder.bitcast(builder.or_(found, sign), f32)
+
+
+def _float_to_half(builder, value):
+    """To nearest even, in integers; one addition rounds what becomes a subnormal half."""
+    i32, f32 = _like(value, _I32), _like(value, _F32)
+    bits = builder.bitcast(value, i32)
+    magnitude = builder.and_(bits, _number(i32, 0x7FFFFFFF))
+    high = builder.lshr(magnitude, _number(i32, 13))
+    rebiased = builder.sub(magnitude, _number(i32, ((127 - 15) << 23) - 0xFFF))
+    found = builder.lshr(builder.add(rebiased, builder.and_(high, _number(i32, 1))), _number(i32, 13))
+    # The last bit of 0.5 is the last one of a subnormal half.
+    sum_ = builder.bitcast(builder.fadd(builder.bitcast(magnitude, f32), _number(f32, 0.5)), i32)
+    subnormal = builder.sub(sum_, _number(i32, 0x3F000000))
+    found = builder.select(builder.icmp_unsigned("<", magnitude, _number(i32, 0x38800000)), subnormal, found)
+    large = builder.icmp_unsigned(">=", magnitude, _number(i32, 0x47800000))
+    found = builder.select(large, _number(i32, 0x7C00), found)
+    nan = builder.icmp_unsigned(">", magnitude, _number(i32, 0x7F800000))
+    quiet = builder.or_(builder.and_(high, _number(i32, 0x3FF)), _number(i32, 0x7E00))
+    found = builder.select(nan, quiet, found)
+    sign = builder.and_(builder.lshr(bits, _number(i32, 16)), _number(i32, 0x8000))
+    return builder.bitcast(builder.trunc(builder.or_(found, sign), _like(value, _I16)), _like(value, ir.HalfType()))
 
 
 def _widen(builder, kind, value):
@@ -171,7 +222,9 @@ def _widen(builder, kind, value):
         i32 = _like(value, _I32)
         return builder.bitcast(builder.shl(builder.zext(value, i32), _number(i32, 16)), _like(value, _F32))
     if kind == "float16":
-        return builder.fpext(value, _like(value, _F32))
+        if _converts_halves():
+            return builder.fpext(value, _like(value, _F32))
+        return _half_to_float(builder, value)
     return value
 
 
@@ -187,7 +240,9 @@ def _narrow(builder, kind, value):
         quiet = builder.or_(high, _number(i32, 0x40))
         return builder.trunc(builder.select(nan, quiet, rounded), _like(value, _I16))
     if kind == "float16":
-        return builder.fptrunc(value, _like(value, ir.HalfType()))
+        if _converts_halves():
+            return builder.fptrunc(value, _like(value, ir.HalfType()))
+        return _float_to_half(builder, value)
     return value
 
 

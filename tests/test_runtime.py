@@ -1,0 +1,170 @@
+"""What surrounds the CPU kernels: processors without half precision, threads that cannot start, damaged caches, modes."""
+
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+import textwrap
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moeroute import backend as backends
+from moeroute.testing import assert_same_bits
+
+pytestmark = pytest.mark.skipif(backends.unavailable("cpu") is not None, reason="no CPU kernels here")
+
+
+def run(program: str, **environment: str) -> str:
+    """What the program prints, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------------------- half precision in integers
+
+
+@pytest.fixture
+def converters(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Kernels from float16 to float32 and back (blocks, then a tail, then element by element), without the processor."""
+    import numba
+
+    from moeroute.ops import simd
+    from moeroute.ops.simd import LANES, load, load_tail, store, store_tail
+
+    monkeypatch.setattr(simd, "_converts_halves", lambda: False)
+
+    def convert(target: Any, source: Any, size: int) -> None:
+        whole = size // 2 // LANES * LANES
+        for i in range(0, whole, LANES):
+            store(target, i, load(source, i))
+        store_tail(target, whole, load_tail(source, whole, 33), 33)
+        for i in range(whole + 33, size):
+            target[i] = source[i]
+
+    def converted(source: Tensor, dtype: torch.dtype) -> Tensor:
+        target = torch.empty(source.shape, dtype=dtype)
+        pointers = simd.POINTER[dtype], simd.POINTER[source.dtype]
+        numba.njit(error_model="numpy")(convert).compile((*pointers, numba.int64))(
+            target.data_ptr(), source.data_ptr(), source.numel()
+        )
+        return target
+
+    return converted
+
+
+def every_half() -> Tensor:
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+
+
+def test_every_half_is_widened_in_integers(converters: Any) -> None:
+    for halves in (every_half(), every_half().roll(1 << 15)):  # either half of them in blocks
+        assert_same_bits(converters(halves, torch.float32), halves.float())
+    some = torch.tensor([0x0001, 0x03FF, 0x0400, 0x3C00, 0x7BFF, 0x7C00, 0x8001] * 64, dtype=torch.int32)
+    exact = torch.tensor([2.0**-24, 1023 * 2.0**-24, 2.0**-14, 1.0, 65504.0, torch.inf, -(2.0**-24)] * 64)
+    assert_same_bits(converters(some.to(torch.int16).view(torch.float16), torch.float32), exact)
+
+
+def test_every_rounding_to_half_in_integers(converters: Any) -> None:
+    """Every half, every middle between two, and the float32 numbers beside all of these."""
+    finite = torch.arange(0x7C01, dtype=torch.int32).to(torch.int16).view(torch.float16).double()
+    finite[-1] = 65536.0
+    exact = torch.cat((finite, (finite[1:] + finite[:-1]) / 2)).float()
+    bits = exact.view(torch.int32)
+    near = torch.cat([(bits + step).clamp(min=0).view(torch.float32) for step in (-1, 0, 1)])
+    odd = torch.tensor([1e-45, 1e-40, 2.0**-25, 1e5, 3e38, torch.inf, torch.nan])
+    values = torch.cat((near, odd, -near, -odd))
+    for shifted in (values, values.roll(values.numel() // 2)):
+        assert_same_bits(converters(shifted, torch.float16), shifted.half())
+    worked = {65519.996: 65504.0, 65520.0: torch.inf, 2.0**-25: 0.0, 1.0000001 * 2.0**-25: 2.0**-24, 2049.0: 2048.0,
+              2051.0: 2052.0, -3 * 2.0**-25: -(2.0**-23)}  # fmt: skip
+    given, wanted = torch.tensor([*worked] * 64), torch.tensor([*worked.values()] * 64)
+    assert_same_bits(converters(given, torch.float16).float(), wanted)
+
+
+WITHOUT_HALF = """
+    import torch, moeroute
+    from moeroute.ops import simd
+    from moeroute.testing import assert_same_bits
+    torch.manual_seed(0)
+    logits = torch.randn(70, 12).half().requires_grad_()
+    plan = moeroute.plan_from_expert_ids(torch.randint(0, 5, (70, 2)), 5)
+    rows = (torch.randn(140, 67) * 10.0 ** torch.randint(-8, 4, (140, 67))).half()
+    weights = torch.randn(140)
+    found = {}
+    for backend in ("cpu", "reference"):
+        gating = moeroute.gating_topk(logits, 3, score="sigmoid", weights_dtype=torch.float16, backend=backend)
+        gradient = torch.autograd.grad(gating.weights.float().square().sum(), logits)[0]
+        found[backend] = (gating, gradient, moeroute.combine(rows, plan, weights, backend=backend))
+    assert_same_bits(found["cpu"], found["reference"])
+    print(simd._converts_halves())
+"""
+
+
+def test_a_processor_without_half_precision() -> None:
+    by_processor = run(WITHOUT_HALF, NUMBA_CPU_NAME="generic")
+    if platform.machine() in ("x86_64", "AMD64"):
+        assert by_processor == "False\n"
+
+
+# ---------------------------------------------------------------------------- Numba's switches
+
+LARGE_CALLS = """
+    import torch, moeroute
+    from moeroute.testing import assert_same_bits
+    torch.set_num_threads(2)
+    plan = moeroute.plan_from_expert_ids(torch.arange(1024).reshape(512, 2) % 8, 8)
+    tokens = torch.randn(512, 1024)
+    for _ in range(2):
+        rows = moeroute.permute(tokens, plan, backend="cpu")
+        output = moeroute.unpermute(rows, plan, backend="cpu")
+    assert_same_bits(rows, moeroute.permute(tokens, plan, backend="reference"))
+    assert_same_bits(output, moeroute.unpermute(rows, plan, backend="reference"))
+"""
+
+
+@pytest.mark.parametrize("layer", ("tbb", "safe", "none"))
+def test_a_threading_layer_that_is_not_installed(layer: str) -> None:
+    if layer != "none" and importlib.util.find_spec("tbb") is not None:
+        pytest.skip("TBB is installed")
+    said = run(LARGE_CALLS, NUMBA_THREADING_LAYER=layer, NUMBA_NUM_THREADS="2")
+    assert said.count("moeroute runs in one thread, with the same bits") == 1
+    assert f"NUMBA_THREADING_LAYER={layer}" in said
+
+
+def test_info_names_a_threading_layer_that_is_not_installed() -> None:
+    said = run("from moeroute import cli; cli.main(['info'])", NUMBA_THREADING_LAYER="none", NUMBA_NUM_THREADS="2")
+    (line,) = [line for line in said.splitlines() if line.startswith("threading layer")]
+    assert line.split(maxsplit=2)[2].startswith("none: NUMBA_THREADING_LAYER=none")
+
+
+@pytest.mark.parametrize("imported", ("", "import numba"))
+def test_numba_that_compiles_nothing(imported: str) -> None:
+    said = run(
+        f"""
+        {imported}
+        import torch, moeroute
+        from moeroute import cli
+        print(moeroute.gating_topk(torch.tensor([[1.0, 3.0, 2.0]]), 2).expert_ids.tolist())
+        try:
+            moeroute.gating_topk(torch.ones(1, 3), 2, backend="cpu")
+        except ValueError as error:
+            print(error)
+        cli.main(["info"])
+        """,
+        NUMBA_DISABLE_JIT="1",
+    )
+    reason = "numba compiles nothing where NUMBA_DISABLE_JIT is set"
+    assert said.startswith("[[1, 2]]\n")
+    assert f"backend must be one that is available; got 'cpu': {reason}" in said
+    assert f"not available: {reason}" in said

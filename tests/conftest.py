@@ -37,7 +37,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def poisoned_memory() -> Iterator[None]:
     """`torch.empty` gives NaN, or the largest integer, and deterministic mode is on in every test."""
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -1,32 +1,51 @@
 """Plans as plain Python loops: what a constructor must return, and the comparison of every field."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from moeroute.ops.planning.op import (
-    RoutingPlan,
-)
+from moeroute.ops.planning.op import RoutingPlan
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Fields = dict[str, Any]
+Matrix = Sequence[Sequence[Any]]
+# Fields that a plan without a number of experts does not have.
 UNKNOWN = ("num_experts", "slot_offsets", "expert_of_slot", "tokens_per_expert", "rows_per_expert", "expert_of_row")
 
 
-def assign_rows(experts, lo, hi, capacity=None, drop="position", weights=None, pad=False, align=1, num_rows=None):
+def assign_rows(
+    experts: Sequence[int],
+    lo: int,
+    hi: int,
+    capacity: int | None = None,
+    drop: str = "position",
+    weights: Sequence[float] | None = None,
+    pad: bool = False,
+    align: int = 1,
+    num_rows: int | None = None,
+) -> Fields:
     """experts: the expert of each slot. Returns the plan's fields as lists."""
 
-    def heaviest_first(slot):
+    def heaviest_first(slot: int) -> tuple[int, float, int]:
+        assert weights is not None
         weight = weights[slot]
         return (0, 0.0, slot) if math.isnan(weight) else (1, -weight, slot)
 
-    rows, owners, tokens, lengths = [], [], [], []
+    rows: list[int] = []
+    owners: list[int] = []
+    tokens, lengths = [], []
     for e in range(lo, hi):
         mine = [s for s, expert in enumerate(experts) if expert == e]
         if capacity is not None:
             if drop == "weight":
                 mine = sorted(mine, key=heaviest_first)
             mine = sorted(mine[:capacity])
-        length = capacity if pad else len(mine)
+        length = len(mine)
+        if pad:
+            assert capacity is not None
+            length = capacity
         while length % align:
             length += 1
         rows += mine + [-1] * (length - len(mine))
@@ -47,11 +66,17 @@ def assign_rows(experts, lo, hi, capacity=None, drop="position", weights=None, p
     }
 
 
-def offsets_of(tokens, num_tokens):
+def offsets_of(tokens: Sequence[int], num_tokens: int) -> list[int]:
     return [sum(token < t for token in tokens) for t in range(num_tokens + 1)]
 
 
-def expected_from_ids(ids, num_experts, expert_range=None, weights=None, **options):
+def expected_from_ids(
+    ids: Matrix,
+    num_experts: int,
+    expert_range: tuple[int, int] | None = None,
+    weights: Matrix | None = None,
+    **options: Any,
+) -> Fields:
     lo, hi = expert_range or (0, num_experts)
     topk = len(ids[0]) if ids else 0
     flat_weights = None if weights is None else [w for row in weights for w in row]
@@ -66,7 +91,14 @@ def expected_from_ids(ids, num_experts, expert_range=None, weights=None, **optio
     }
 
 
-def expected_from_map(routing_map, num_experts, topk=None, expert_range=None, weights=None, **options):
+def expected_from_map(
+    routing_map: Matrix,
+    num_experts: int,
+    topk: int | None = None,
+    expert_range: tuple[int, int] | None = None,
+    weights: Matrix | None = None,
+    **options: Any,
+) -> Fields:
     lo, hi = expert_range or (0, num_experts)
     entries = [(t, e) for t, row in enumerate(routing_map) for e in range(num_experts) if row[e]]
     flat_weights = None if weights is None else [weights[t][e] for t, e in entries]
@@ -74,7 +106,7 @@ def expected_from_map(routing_map, num_experts, topk=None, expert_range=None, we
     tokens = [t for t, _ in entries]
     experts = [e for _, e in entries]
     if topk is not None:
-        table = []
+        table: list[int] = []
         for t in range(len(routing_map)):
             mine = [s for s, token in enumerate(tokens) if token == t][:topk]
             table += mine + [-1] * (topk - len(mine))
@@ -94,21 +126,30 @@ def expected_from_map(routing_map, num_experts, topk=None, expert_range=None, we
 
 
 def expected_from_fill(
-    routing_map, num_experts, capacity, expert_range=None, drop="position", weights=None, align=1, num_rows=None
-):
+    routing_map: Matrix,
+    num_experts: int,
+    capacity: int,
+    expert_range: tuple[int, int] | None = None,
+    drop: str = "position",
+    weights: Matrix | None = None,
+    align: int = 1,
+    num_rows: int | None = None,
+) -> Fields:
     lo, hi = expert_range or (0, num_experts)
     num_tokens = len(routing_map)
     taken = []  # for each expert of the range its tokens in row order
     for e in range(lo, hi):
         true = [t for t in range(num_tokens) if routing_map[t][e]]
         if drop == "weight":
+            assert weights is not None
             column = [weights[t][e] for t in true]
-            rows = assign_rows([0] * len(true), 0, 1, capacity, "weight", column)["row_of_slot"]
-            true = [t for t, row in zip(true, rows, strict=True) if row >= 0]
+            kept = assign_rows([0] * len(true), 0, 1, capacity, "weight", column)["row_of_slot"]
+            true = [t for t, row in zip(true, kept, strict=True) if row >= 0]
         false = [t for t in range(num_tokens) if not routing_map[t][e]]
         taken.append((true + false if len(true) < capacity else true)[: min(capacity, num_tokens)])
     slots = [(t, lo + i) for t in range(num_tokens) for i in range(hi - lo) if t in taken[i]]
-    rows, owners = [], []
+    rows: list[int] = []
+    owners: list[int] = []
     for i, mine in enumerate(taken):
         segment = -(-capacity // align) * align
         rows += [slots.index((t, lo + i)) for t in mine] + [-1] * (segment - len(mine))
@@ -133,8 +174,8 @@ def expected_from_fill(
     }
 
 
-def fields_of(plan):
-    def plain(value):
+def fields_of(plan: RoutingPlan) -> Fields:
+    def plain(value: Any) -> Any:
         return value.tolist() if isinstance(value, torch.Tensor) else value
 
     names = (
@@ -144,7 +185,7 @@ def fields_of(plan):
     return {name: plain(getattr(plan, name)) for name in names.split()}
 
 
-def check_plan(plan, expected):
+def check_plan(plan: RoutingPlan, expected: Fields) -> None:
     """Every field, the dtypes, and what must hold for any plan."""
     actual = fields_of(plan)
     assert actual == {name: expected[name] for name in actual}

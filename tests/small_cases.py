@@ -1,11 +1,19 @@
 """Small inputs of many tests."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import moeroute
+
+Value = TypeVar("Value")
+
+
+def present(value: Value | None) -> Value:
+    """A value that may be absent elsewhere, and must be there."""
+    assert value is not None
+    return value
 
 
 def plan_of(ids: list[list[int]], num_experts: int, **options: Any) -> moeroute.RoutingPlan:

@@ -2,6 +2,8 @@
 
 import itertools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 import moeroute
 from moeroute.ops.permutation import op
 from moeroute.testing import assert_close_to_exact, assert_same_bits
+from small_cases import present
 from strategies import BACKENDS
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -175,7 +178,7 @@ def test_backends_agree_in_every_bit(
     weights = special((plan.num_slots,), weights_dtype, generator)
     row_weights = special((plan.num_rows,), weights_dtype, generator)
 
-    def everything(backend: str) -> list[Tensor]:
+    def everything(backend: str) -> list[Tensor | None]:
         shape = op._weights_shape("test", plan, None)
         verb = weights.new_ones(shape) * 0.5
         pair = moeroute.unpermute_backward(x, rows, plan, verb, backend=backend)
@@ -214,9 +217,9 @@ def test_finalize_bias_and_init_agree_in_every_bit(backend: str, dtype: torch.dt
             moeroute.combine(rows, plan, given_weights, init=given_init, bias=given_bias, backend=name)
             for name in (backend, "reference")
         ]
-        assert_same_bits(*results)
+        assert_same_bits(results[0], results[1])
         dots = [moeroute.row_dots(rows, init, plan, bias=given_bias, backend=name) for name in (backend, "reference")]
-        assert_same_bits(*dots)
+        assert_same_bits(dots[0], dots[1])
 
 
 def test_finalize_numbers(backend: str) -> None:
@@ -417,7 +420,7 @@ def test_strided_and_expanded_gradients(backend: str) -> None:
                 out.register_hook(lambda grad: grad.contiguous().clone())
             loss(out).backward()
             grads.append((rows.grad, weights.grad))
-        assert_same_bits(*grads)
+        assert_same_bits(grads[0], grads[1])
 
 
 @pytest.mark.parametrize("shape", ((0, 2, 5), (3, 2, 0), (0, 1, 0), (3, 1, 4)))
@@ -440,7 +443,7 @@ def test_empty_sizes(backend: str, shape: tuple[int, int, int]) -> None:
 def test_large_offsets() -> None:
     """B01, B05: rows times hidden size above 2^31 elements; the last rows are right, both ways."""
     backend = "cpu"
-    torch.utils.deterministic.fill_uninitialized_memory = False  # 4 GiB: the poison would take longer than the test
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # 4 GiB: the poison would take longer than the test
     hidden, num_tokens = 4096, 2**19 + 3  # int8: 2 GiB each
     assert hidden * num_tokens > 2**31
     plan = moeroute.plan_from_row_of_slot(torch.arange(num_tokens - 1, -1, -1), num_tokens, num_tokens)
@@ -509,7 +512,7 @@ def test_gradcheck(kind: str) -> None:
     rows = torch.randn(plan.num_rows, 4, dtype=torch.float64, generator=generator, requires_grad=True)
     slots = torch.rand(plan.num_slots, dtype=torch.float64, generator=generator, requires_grad=True)
     along = torch.rand(plan.num_rows, dtype=torch.float64, generator=generator, requires_grad=True)
-    for function, inputs in (
+    functions: tuple[tuple[Callable[..., Any], tuple[Tensor, ...]], ...] = (
         (lambda t: moeroute.permute(t, plan), (tokens,)),
         (lambda t, w: moeroute.permute(t, plan, w), (tokens, weights)),
         (lambda r: moeroute.unpermute(r, plan), (rows,)),
@@ -521,7 +524,8 @@ def test_gradcheck(kind: str) -> None:
         (lambda r, t: moeroute.row_dots(r, t, plan), (rows, tokens)),
         (lambda w: moeroute.permute_weights(w, plan), (weights,)),
         (lambda g: moeroute.permute_weights_backward(g, plan), (along,)),
-    ):
+    )
+    for function, inputs in functions:
         torch.autograd.gradcheck(function, inputs)
         torch.autograd.gradgradcheck(function, inputs)
 
@@ -545,7 +549,12 @@ def test_gradients_only_where_needed_and_rows_kept_only_for_weights(backend: str
     rows = torch.randn(16, 32, requires_grad=needs[0])
     weights = torch.rand(8, 2, requires_grad=needs[1])
     saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         output = moeroute.unpermute(rows, plan, weights, backend=backend)
     assert output.requires_grad == any(needs)
     assert (16 * 32 in saved) == needs[1]
@@ -555,7 +564,7 @@ def test_gradients_only_where_needed_and_rows_kept_only_for_weights(backend: str
     assert (weights.grad is not None) == needs[1]
     saved.clear()
     tokens = torch.randn(8, 32, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         moeroute.permute(tokens, plan, backend=backend)
     assert 8 * 32 not in saved
 
@@ -627,8 +636,8 @@ def test_out_refuses_what_it_cannot_do() -> None:
 PLAN_ARGUMENTS = (
     (lambda plan, t, r, w: moeroute.permute(t[0], plan), ValueError, "permute: tokens must be [T, H] with T = 6, as the plan; got shape [8]"),
     (lambda plan, t, r, w: moeroute.permute(t[:5], plan), ValueError, "permute: tokens must be [T, H] with T = 6, as the plan; got shape [5, 8]"),
-    (lambda plan, t, r, w: moeroute.permute([1], plan), TypeError, "permute: tokens must be a torch.Tensor; got list"),
-    (lambda plan, t, r, w: moeroute.permute(t, None), TypeError, "permute: plan must be a moeroute.RoutingPlan; got NoneType"),
+    (lambda plan, t, r, w: moeroute.permute([1], plan), TypeError, "permute: tokens must be a torch.Tensor; got list"),  # type: ignore[arg-type]
+    (lambda plan, t, r, w: moeroute.permute(t, None), TypeError, "permute: plan must be a moeroute.RoutingPlan; got NoneType"),  # type: ignore[arg-type]
     (lambda plan, t, r, w: moeroute.permute(t, plan, w[:, :1]), ValueError, "permute: weights must be [T, K] with T = 6 and K = 2, as the plan; got shape [6, 1]"),
     (lambda plan, t, r, w: moeroute.permute(t, plan, w.long()), TypeError, "permute: weights must be float16, bfloat16, float32 or float64; got torch.int64"),
     (lambda plan, t, r, w: moeroute.permute(t, plan, w.double()), TypeError, "permute: weights must be float64 with float64 tokens and only then; got torch.float64"),
@@ -649,7 +658,7 @@ PLAN_ARGUMENTS = (
     (lambda plan, t, r, w: moeroute.permute_backward(t, plan), ValueError, "permute_backward: grad_rows must be [R, H] with R = 12, as the plan; got shape [6, 8]"),
     (lambda plan, t, r, w: moeroute.permute_weights(w[:5], plan), ValueError, "permute_weights: weights must be [T, K] with T = 6 and K = 2, as the plan; got shape [5, 2]"),
     (lambda plan, t, r, w: moeroute.permute_weights_backward(w, plan), ValueError, "permute_weights_backward: grad must be [R] with R = 12, as the plan; got shape [6, 2]"),
-    (lambda plan, t, r, w: moeroute.slot_weights(3.0, plan), TypeError, "slot_weights: weights must be a torch.Tensor; got float"),
+    (lambda plan, t, r, w: moeroute.slot_weights(3.0, plan), TypeError, "slot_weights: weights must be a torch.Tensor; got float"),  # type: ignore[arg-type]
     (lambda plan, t, r, w: moeroute.permute(t.to("meta"), plan), ValueError, "permute: tokens must be on cpu, as the plan; got meta"),
     (lambda plan, t, r, w: moeroute.permute(t, plan, w.to("meta")), ValueError, "permute: weights must be on cpu, as the plan; got meta"),
     (lambda plan, t, r, w: moeroute.permute(t, plan, backend="cuda"), ValueError, "permute: backend must be one of 'reference', 'cpu', 'triton'; got 'cuda'"),
@@ -658,7 +667,7 @@ PLAN_ARGUMENTS = (
 
 
 @pytest.mark.parametrize(("call", "error", "message"), PLAN_ARGUMENTS, ids=[case[2][:60] for case in PLAN_ARGUMENTS])
-def test_bad_input(call, error: type[Exception], message: str) -> None:  # type: ignore[no-untyped-def]
+def test_bad_input(call: Callable[..., Any], error: type[Exception], message: str) -> None:
     plan = random_plan(3, 6, 2, 4, empty=0.0)
     tokens, rows, weights = torch.ones(6, 8), torch.ones(12, 8), torch.ones(6, 2)
     with pytest.raises(error) as raised:
@@ -716,20 +725,20 @@ def test_out_is_not_the_plans_own_and_records_nothing() -> None:
     with pytest.raises(ValueError, match=recorded):
         moeroute.combine(rows, plan, init=x, out=leaf)
     with pytest.raises(ValueError, match=recorded):
-        moeroute.unpermute_backward(x.requires_grad_(), rows, plan, weights, out=(None, torch.empty(2, 2)))
+        moeroute.unpermute_backward(x.requires_grad_(), rows, plan, weights, out=(None, torch.empty(2, 2)))  # type: ignore[arg-type]
     x = x.detach()
     leaf = x.clone().requires_grad_()
-    assert moeroute.unpermute_backward(leaf, rows, plan, weights, out=(None, None))[0].requires_grad
+    assert moeroute.unpermute_backward(leaf, rows, plan, weights, out=(None, None))[0].requires_grad  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"out must be \(tensor, None\) without weights"):
         moeroute.unpermute_backward(x, None, plan, out=(torch.empty(4, 3), torch.empty(2, 2)))
     with pytest.raises(TypeError, match="out must be a pair of tensors or None; got int"):
-        moeroute.unpermute_backward(x, rows, plan, weights, out=3)
+        moeroute.unpermute_backward(x, rows, plan, weights, out=3)  # type: ignore[arg-type]
     untouched = torch.full((4, 3), 7.0)
     with pytest.raises(TypeError, match="accumulate must be a bool; got NoneType"):
-        moeroute.unpermute_backward(x, rows, plan, weights, accumulate=None, out=(untouched, torch.empty(2, 2)))
+        moeroute.unpermute_backward(x, rows, plan, weights, accumulate=None, out=(untouched, torch.empty(2, 2)))  # type: ignore[arg-type]
     assert bool((untouched == 7).all())
     with pytest.raises(ValueError, match=r"init must be a tensor or a pair of them; got a tuple of 3"):
-        moeroute.combine(rows, plan, init=(x, x, x))
+        moeroute.combine(rows, plan, init=(x, x, x))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("argument", ("init", "out"))
@@ -739,7 +748,8 @@ def test_what_has_no_registered_operator_says_no_under_transforms(argument: str)
     rows, x = torch.randn(4, 3), torch.randn(2, 3)
 
     def call(rows: Tensor, x: Tensor) -> Tensor:
-        return moeroute.combine(rows, plan, **{argument: x})
+        given: dict[str, Any] = {argument: x}
+        return moeroute.combine(rows, plan, **given)
 
     refused = rf"{argument} must be None under torch.compile, torch.func, forward mode"
     with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match=refused):
@@ -799,7 +809,11 @@ def test_derivatives_where_the_last_slot_is_stored(kind: str) -> None:
     w = torch.rand(3, plan.num_experts or 3, dtype=torch.float64)
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     y = torch.randn(plan.num_rows, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, y: moeroute.unpermute_backward(x, y, plan, w, accumulate=False), (x, y))
+
+    def both(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return tuple(present(grad) for grad in moeroute.unpermute_backward(x, y, plan, w, accumulate=False))
+
+    assert torch.autograd.gradcheck(both, (x, y))
 
 
 def test_odd_plans_and_backends_are_refused() -> None:
@@ -821,14 +835,15 @@ def test_odd_plans_and_backends_are_refused() -> None:
     with pytest.raises(ValueError, match=r"bias must be \[E, H\] with E = 2, as the plan; got shape \[3, 5\]"):
         moeroute.combine(torch.ones(4, 5), routed, bias=torch.ones(3, 5))
     with pytest.raises(TypeError, match=r"row_dots: dtype must be one of .*; got str"):
-        moeroute.row_dots(torch.ones(4, 5).double(), torch.ones(2, 5).double(), plan, dtype="float32")
+        moeroute.row_dots(torch.ones(4, 5).double(), torch.ones(2, 5).double(), plan, dtype="float32")  # type: ignore[arg-type]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch will give up quantized tensors
         scaled = torch.quantize_per_tensor(torch.ones(2, 3), 0.1, 0, torch.quint8)
-    for call in (
+    quantized: tuple[Callable[[], Any], ...] = (
         lambda: moeroute.permute(scaled, plan),
         lambda: moeroute.spread(scaled, plan),
         lambda: moeroute.unpermute_backward(scaled, None, plan),
-    ):
+    )
+    for refused in quantized:
         with pytest.raises(TypeError, match="must be of a dtype that is not quantized"):
-            call()
+            refused()

@@ -10,6 +10,7 @@ import torch
 
 import moeroute
 from moeroute.nn import Router
+from small_cases import present
 
 README = Path(__file__).parent.parent / "README.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", README.read_text(), re.DOTALL)
@@ -35,7 +36,7 @@ def test_drawing_is_a_real_plan() -> None:
         "row": list(range(8)),
         "slot_of_row": plan.slot_of_row.tolist(),
         "token_of_row": plan.token_of_row.tolist(),
-        "rows_per_expert": plan.rows_per_expert.tolist(),
+        "rows_per_expert": present(plan.rows_per_expert).tolist(),
     }
     # The bars stand between the rows of two experts.
     bars = [line.split("|") for line in drawing.splitlines() if line.startswith(("row  ", "slot_of", "token_of"))]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_the_path_reads_nothing_back(read_back: list[str]) -> None:
         ({"num_rows": 50, "capacity": 3, "drop": "weight", "weights": torch.rand(19, 3)}, 0),
     ],
 )
-def test_a_plan_reads_one_size_back_or_none(read_back: list[str], options: dict[str, object], times: int) -> None:
+def test_a_plan_reads_one_size_back_or_none(read_back: list[str], options: dict[str, Any], times: int) -> None:
     ids = torch.randint(-1, 12, (19, 3))
     moeroute.plan_from_expert_ids(ids, 12, **options, backend="triton")
     assert len(read_back) == times, read_back
@@ -93,7 +94,7 @@ def test_a_plan_reads_one_size_back_or_none(read_back: list[str], options: dict[
 @pytest.mark.parametrize(
     "options, times", [({}, 1), ({"topk": 3, "num_rows": 50}, 0), ({"capacity": 4, "fill": True}, 0)]
 )
-def test_a_map_reads_one_size_back_or_none(read_back: list[str], options: dict[str, object], times: int) -> None:
+def test_a_map_reads_one_size_back_or_none(read_back: list[str], options: dict[str, Any], times: int) -> None:
     moeroute.plan_from_routing_map(torch.rand(19, 12) < 0.3, **options, backend="triton")
     assert len(read_back) == times, read_back
 

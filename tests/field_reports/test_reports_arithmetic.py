@@ -52,7 +52,7 @@ def test_b58_weights_are_applied_once(backend: str) -> None:
         assert output.item() == 7.75
         output.sum().backward()
         results.append((rows.grad, weights.grad))
-    assert_same_bits(*results)
+    assert_same_bits(results[0], results[1])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
@@ -153,7 +153,7 @@ def test_b46_an_expanded_gradient(backend: str) -> None:
         output = moeroute.unpermute(rows, plan, weights, backend=backend)
         (output.sum() if expanded else (output * torch.ones(6, 8)).sum()).backward()
         results.append((rows.grad, weights.grad))
-    assert_same_bits(*results)
+    assert_same_bits(results[0], results[1])
     at = plan.row_of_slot.long()
     assert_same_bits(results[0][1], data.sum(1)[at].reshape(6, 2))
     of_row = share.flatten()[plan.slot_of_row.long()]

@@ -76,9 +76,8 @@ def test_b52_nothing_behind_the_last_element_is_touched(backend: str, hidden: in
     """Weights of the wrong length were read beyond their end. Every tensor here ends at a forbidden page."""
     generator = torch.Generator().manual_seed(hidden)
     made = plan_of([[2, 0, -1], [1, 0, 2], [0, 2, 1]], 3)
-    fields = {name: getattr(made, name) for name in ("row_of_slot", "slot_of_row")}
     plan = moeroute.RoutingPlan(
-        **{name: guarded(value) for name, value in fields.items()}, num_tokens=3, num_rows=made.num_rows, topk=3
+        guarded(made.row_of_slot), guarded(made.slot_of_row), num_tokens=3, num_rows=made.num_rows, topk=3
     )
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x, rows = (
@@ -171,7 +170,7 @@ def at_most(allowed: int) -> Iterator[None]:
 
 def test_b70_no_second_copy_of_the_rows() -> None:
     """Combining allocated two buffers of the size of all rows, or a float32 copy of them."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     mib = 2**20
     ids = torch.rand(4096, 16, generator=torch.Generator().manual_seed(0)).topk(8).indices
     plan = moeroute.plan_from_expert_ids(ids, 16)

@@ -1,5 +1,7 @@
 """Reports about slots without an expert, nothing to do, padding and plans."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -113,7 +115,7 @@ def test_b115_tokens_without_a_row_in_recycled_memory(backend: str) -> None:
     hidden = 2**17  # large enough for the pool
     for _ in range(3):  # blocks that held something else before
         memory.empty((6, hidden), torch.float32).fill_(torch.nan)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     chosen = torch.zeros(6, 2, dtype=torch.bool)
     chosen[1, 0] = chosen[4, 1] = True
     plan = moeroute.plan_from_routing_map(chosen, backend=backend)
@@ -152,7 +154,8 @@ def test_b14_no_tokens_and_a_backward(backend: str) -> None:
         weights = torch.zeros(num_tokens, 4, requires_grad=True)
         routing_map = torch.zeros(num_tokens, 4, dtype=torch.bool)
         results = []
-        for options in ({}, {"topk": 2}, {"fill": True, "capacity": num_tokens}):
+        choices: tuple[dict[str, Any], ...] = {}, {"topk": 2}, {"fill": True, "capacity": num_tokens}
+        for options in choices:
             plan = moeroute.plan_from_routing_map(routing_map, backend=backend, **options)
             rows = moeroute.permute(tokens, plan, backend=backend)
             weighted = moeroute.permute(tokens, plan, weights, backend=backend)

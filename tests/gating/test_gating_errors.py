@@ -17,7 +17,8 @@ from moeroute.testing import assert_same_bits
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_out(backend: str, dtype: torch.dtype) -> None:
-    logits, ids = random_logits(5, 70, dtype=dtype), None
+    logits = random_logits(5, 70, dtype=dtype)
+    ids: Tensor | None = None
     whole = torch.full((5, 9), 7.0, dtype=dtype), torch.full((5, 9), 77).int(), torch.full((5, 100), 7.0)
     out = whole[0][:, 2:6], whole[1][:, 2:6], whole[2][:, 11:81]
     for _ in range(2):
@@ -28,6 +29,7 @@ def test_out(backend: str, dtype: torch.dtype) -> None:
         assert all(bool((x[:, -1] == sentinel).all()) for x, sentinel in zip(whole, (7, 77, 7), strict=True))
         assert all(bool((x[:, 1] == sentinel).all()) for x, sentinel in zip(whole, (7, 77, 7), strict=True))
         ids = expected.expert_ids
+    assert ids is not None
     wide = torch.full((5, 100), 7.0, dtype=dtype)
     options: dict[str, Any] = {"score": "sigmoid", "renormalize": True, "backend": backend}
     grad = gating_topk_backward(out[2], out[0], ids, out=wide[:, 11:81], **options)
@@ -143,8 +145,8 @@ def test_backward_errors(change: dict[str, Any], error: type[Exception], message
 
 
 def test_errors_of_out_leave_it_as_it_is() -> None:
-    def fresh() -> list[Tensor]:
-        return [torch.full((3, 2), 7.0), torch.full((3, 2), 7).int(), torch.full((3, 8), 7.0)]
+    def fresh() -> tuple[Tensor, Tensor, Tensor]:
+        return torch.full((3, 2), 7.0), torch.full((3, 2), 7).int(), torch.full((3, 8), 7.0)
 
     changes: list[tuple[int, Callable[[Tensor], Tensor], type[Exception], str]] = [
         (0, lambda x: x.double(), TypeError, "weights_dtype must be one of"),
@@ -154,13 +156,13 @@ def test_errors_of_out_leave_it_as_it_is() -> None:
         (2, lambda x: x.t().contiguous().t(), ValueError, r"out\[2\] must be a tensor with contiguous rows"),
     ]
     for which, change, error, message in changes:
-        out = fresh()
-        out[which] = change(out[which])
+        weights, expert_ids, scores = (change(x) if i == which else x for i, x in enumerate(fresh()))
+        out = weights, expert_ids, scores
         with pytest.raises(error, match=message):
-            gating_topk(LOGITS, 2, out=tuple(out))
+            gating_topk(LOGITS, 2, out=out)
         assert all(bool((x == 7).all()) for x in out)
     with pytest.raises(ValueError, match=r"out\[0\] must be None where gradients are recorded"):
-        gating_topk(LOGITS.clone().requires_grad_(), 2, out=tuple(fresh()))
+        gating_topk(LOGITS.clone().requires_grad_(), 2, out=fresh())
     with pytest.raises(ValueError, match=r"out\[2\] must be memory of its own"):
         gating_topk(LOGITS, 2, out=(*fresh()[:2], LOGITS))
     assert not LOGITS.any()

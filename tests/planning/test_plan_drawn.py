@@ -1,6 +1,7 @@
 """Every constructor of plans against plain Python loops, on drawn inputs."""
 
 import math
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -28,8 +29,13 @@ from strategies import BACKENDS
 WEIGHTS = st.sampled_from([0.0, -0.0, 0.5, 1.0, -1.0, 2.0, 3.0, math.inf, -math.inf, math.nan])
 
 
+# The lists, K, E and options; the lists, E and options.
+IdCase = tuple[list[list[int]], int, int, dict[str, Any]]
+MapCase = tuple[list[list[int]], int, dict[str, Any]]
+
+
 @st.composite
-def options(draw, num_experts, shape):
+def options(draw: st.DrawFn, num_experts: int, shape: tuple[int, int]) -> dict[str, Any]:
     lo = draw(st.integers(0, num_experts))
     capacity = draw(st.none() | st.integers(0, 6))
     weights = [[draw(WEIGHTS) for _ in range(shape[1])] for _ in range(shape[0])]
@@ -44,7 +50,7 @@ def options(draw, num_experts, shape):
     }
 
 
-def call_options(options, dtype, shape):
+def call_options(options: dict[str, Any], dtype: torch.dtype, shape: tuple[int, int]) -> dict[str, Any]:
     """The same options for a constructor."""
     call = dict(options)
     call["pad_to_capacity"] = call.pop("pad")
@@ -53,7 +59,7 @@ def call_options(options, dtype, shape):
 
 
 @st.composite
-def id_cases(draw):
+def id_cases(draw: st.DrawFn) -> IdCase:
     num_experts = draw(st.sampled_from([0, 1, 2, 3, 5, 8]))
     num_tokens, topk = draw(st.integers(0, 7)), draw(st.integers(1, 4))
     one = st.integers(-2, num_experts + 1) | st.integers(0, max(num_experts - 1, 0))
@@ -63,7 +69,7 @@ def id_cases(draw):
 
 @given(id_cases(), st.sampled_from([torch.int8, torch.int32, torch.int64]), st.sampled_from(WEIGHT_DTYPES), BACKENDS)
 @settings(max_examples=150)
-def test_expert_ids_drawn(case, dtype, weight_dtype, names):
+def test_expert_ids_drawn(case: IdCase, dtype: torch.dtype, weight_dtype: torch.dtype, names: tuple[str, ...]) -> None:
     ids, topk, num_experts, drawn = case
     expected = expected_from_ids(ids, num_experts, **drawn) | {"topk": topk}
     call = call_options(drawn, weight_dtype, (len(ids), topk))
@@ -75,7 +81,7 @@ def test_expert_ids_drawn(case, dtype, weight_dtype, names):
 
 
 @st.composite
-def map_cases(draw):
+def map_cases(draw: st.DrawFn) -> MapCase:
     num_experts = draw(st.sampled_from([0, 1, 2, 3, 8, 9, 16]))
     num_tokens = draw(st.integers(0, 7))
     routing_map = [[draw(st.sampled_from([0, 0, 1])) for _ in range(num_experts)] for _ in range(num_tokens)]
@@ -90,7 +96,9 @@ def map_cases(draw):
     BACKENDS,
 )
 @settings(max_examples=150)
-def test_routing_map_drawn(case, topk, dtype, weight_dtype, names):
+def test_routing_map_drawn(
+    case: MapCase, topk: int | None, dtype: torch.dtype, weight_dtype: torch.dtype, names: tuple[str, ...]
+) -> None:
     routing_map, num_experts, drawn = case
     shape = (len(routing_map), num_experts)
     expected = expected_from_map(routing_map, num_experts, topk, **drawn)
@@ -102,7 +110,7 @@ def test_routing_map_drawn(case, topk, dtype, weight_dtype, names):
 
 @given(map_cases(), st.sampled_from(WEIGHT_DTYPES), BACKENDS)
 @settings(max_examples=150)
-def test_fill_drawn(case, weight_dtype, names):
+def test_fill_drawn(case: MapCase, weight_dtype: torch.dtype, names: tuple[str, ...]) -> None:
     routing_map, num_experts, drawn = case
     shape = (len(routing_map), num_experts)
     drawn["capacity"] = drawn["capacity"] or 0
@@ -119,7 +127,7 @@ def test_fill_drawn(case, weight_dtype, names):
     st.none() | st.integers(0, 25),
     BACKENDS,
 )
-def test_unknown_number_of_experts_drawn(ids, num_rows, names):
+def test_unknown_number_of_experts_drawn(ids: list[int], num_rows: int | None, names: tuple[str, ...]) -> None:
     order = sorted((s for s in range(len(ids)) if ids[s] >= 0), key=lambda s: ids[s])
     if num_rows is not None:
         order = (order + [-1] * num_rows)[:num_rows]
@@ -139,12 +147,12 @@ def test_unknown_number_of_experts_drawn(ids, num_rows, names):
 INDICES = st.integers(-3, 12) | st.sampled_from([2**31, 2**31 - 1, 2**32 + 1, -(2**63), 2**63 - 1])
 
 
-def last_slot_of_row(row_of_slot, num_rows):
+def last_slot_of_row(row_of_slot: list[int], num_rows: int) -> list[int]:
     return [max([s for s, row in enumerate(row_of_slot) if row == r], default=-1) for r in range(num_rows)]
 
 
 @given(st.data())
-def test_row_of_slot_drawn(data):
+def test_row_of_slot_drawn(data: st.DataObject) -> None:
     num_tokens, topk, num_rows = (data.draw(st.integers(low, 6)) for low in (0, 1, 0))
     first_row = data.draw(st.integers(0, 3))
     size = num_tokens * topk
@@ -161,11 +169,10 @@ def test_row_of_slot_drawn(data):
         "expert_of_slot": None if experts is None else [e if 0 <= e < 2**31 else -1 for e in experts],
     }
     row_tensor = torch.tensor(given_rows, dtype=torch.int64).reshape(num_tokens, topk)
-    if experts is not None:
-        experts = torch.tensor(experts, dtype=torch.int64)
+    expert_tensor = None if experts is None else torch.tensor(experts, dtype=torch.int64)
     for backend in data.draw(BACKENDS):
         plan = plan_from_row_of_slot(
-            row_tensor, num_tokens, num_rows, first_row=first_row, expert_of_slot=experts, backend=backend
+            row_tensor, num_tokens, num_rows, first_row=first_row, expert_of_slot=expert_tensor, backend=backend
         )
         assert fields_of(plan) == expected
         if num_tokens:
@@ -175,7 +182,7 @@ def test_row_of_slot_drawn(data):
 
 
 @given(st.data())
-def test_token_ids_drawn(data):
+def test_token_ids_drawn(data: st.DataObject) -> None:
     num_tokens, num_entries = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 12))
     token_ids = data.draw(st.lists(INDICES, min_size=num_entries, max_size=num_entries))
     rows = data.draw(st.none() | st.lists(INDICES, min_size=num_entries, max_size=num_entries))
@@ -207,16 +214,16 @@ def test_token_ids_drawn(data):
         expected["rows_per_expert"] = [each] * num_experts
         expected["expert_of_row"] = [r // each for r in range(size)]
     tokens = torch.tensor(token_ids, dtype=torch.int64)
-    rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+    row_tensor = None if rows is None else torch.tensor(rows, dtype=torch.int64)
     for backend in data.draw(BACKENDS):
         plan = plan_from_token_ids(
-            tokens, num_tokens, rows=rows, num_rows=num_rows, num_experts=num_experts, backend=backend
+            tokens, num_tokens, rows=row_tensor, num_rows=num_rows, num_experts=num_experts, backend=backend
         )
         assert fields_of(plan) == expected
 
 
 @given(st.data())
-def test_segments_drawn(data):
+def test_segments_drawn(data: st.DataObject) -> None:
     ranks, num_experts = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 4))
     length = st.integers(-1, 4) | st.sampled_from([2**62, 2**63 - 1])
     lengths = [[data.draw(length) for _ in range(num_experts)] for _ in range(ranks)]

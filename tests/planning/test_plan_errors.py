@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import math
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +22,13 @@ from moeroute.ops.planning.op import (
 from plans_by_hand import (
     fields_of,
 )
+from small_cases import present
 
 # ---------------------------------------------------------------------------- RoutingPlan
 
 
-def hand_made(**changes):
-    fields = {
+def hand_made(**changes: Any) -> RoutingPlan:
+    fields: dict[str, Any] = {
         "row_of_slot": torch.tensor([0, 1], dtype=torch.int32),
         "slot_of_row": torch.tensor([0, 1, -1], dtype=torch.int32),
         "num_tokens": 1,
@@ -38,15 +41,15 @@ def hand_made(**changes):
     return RoutingPlan(**(fields | changes))
 
 
-def test_plan_by_hand():
+def test_plan_by_hand() -> None:
     plan = hand_made()
     assert plan.token_of_row.tolist() == [0, 0, -1]
-    assert plan.expert_of_row.tolist() == [0, 1, -1]
+    assert present(plan.expert_of_row).tolist() == [0, 1, -1]
     assert hand_made(tokens_per_expert=None, rows_per_expert=None).expert_of_row is None
     strided = hand_made(row_of_slot=torch.tensor([[0, 9], [1, 9]], dtype=torch.int32)[:, 0])
     assert strided.row_of_slot.is_contiguous()
     with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.num_rows = 4
+        plan.num_rows = 4  # type: ignore[misc]
     assert hash(plan) != hash(hand_made())
     for twin in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan)), dataclasses.replace(plan)):
         assert fields_of(twin) == fields_of(plan)
@@ -114,7 +117,7 @@ I32 = torch.int32
         ),
     ],
 )
-def test_plan_by_hand_is_checked(changes, error, message):
+def test_plan_by_hand_is_checked(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         hand_made(**changes)
     assert str(caught.value) == f"moeroute.RoutingPlan: {message}"
@@ -128,23 +131,23 @@ TWO_BILLION = torch.zeros(1, dtype=torch.uint8).expand(2**31)
 LIMIT = 2147483647
 
 
-def bad_ids(*args, **options):
+def bad_ids(*args: Any, **options: Any) -> Callable[[], Any]:
     return lambda: plan_from_expert_ids(*(args or (IDS, 3)), **options)
 
 
-def bad_map(*args, **options):
+def bad_map(*args: Any, **options: Any) -> Callable[[], Any]:
     return lambda: plan_from_routing_map(*(args or (MAP,)), **options)
 
 
-def bad_rows(*args, **options):
+def bad_rows(*args: Any, **options: Any) -> Callable[[], Any]:
     return lambda: plan_from_row_of_slot(*args, **options)
 
 
-def bad_tokens(*args, **options):
+def bad_tokens(*args: Any, **options: Any) -> Callable[[], Any]:
     return lambda: plan_from_token_ids(*args, **options)
 
 
-def bad_factor(*args, **options):
+def bad_factor(*args: Any, **options: Any) -> Callable[[], Any]:
     return lambda: capacity_from_factor(*args, **options)
 
 
@@ -300,14 +303,14 @@ SHAPE_OF_ROWS = "row_of_slot must be [T, K] or [T * K] with T = num_tokens = 2"
         (bad_factor(1, 1, 1, 1.0, align=0), V, "align must be at least 1; got 0"),
     ],
 )
-def test_bad_input(call, error, message):
+def test_bad_input(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value).split(": ", 1)[1] == message
     assert str(caught.value).startswith("moeroute.")
 
 
-def test_more_rows_than_int32(backend):
+def test_more_rows_than_int32(backend: str) -> None:
     """Three experts with a slot each, padded to 2^30 rows each: known only after looking."""
     with pytest.raises(ValueError, match="align must be such that there are at most 2147483647 rows"):
         plan_from_expert_ids(torch.tensor([0, 1, 2]), 3, align=2**30, backend=backend)

@@ -1,10 +1,13 @@
 """Plans: threads and chunks, every option with every other, weights, strides, modes, `out`."""
 
 import math
+from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from moeroute.ops import launch
 from moeroute.ops.planning import numba_cpu
@@ -17,13 +20,14 @@ from moeroute.ops.planning.op import (
     plan_from_segments,
     plan_from_token_ids,
 )
-from plans_by_hand import WEIGHT_DTYPES, expected_from_ids, fields_of
+from plans_by_hand import WEIGHT_DTYPES, Fields, expected_from_ids, fields_of
+from small_cases import present
 
 # ---------------------------------------------------------------------------- threads
 
 
 @pytest.fixture(params=[(2, 2), (2, 3), (1, 3)], ids=lambda pair: f"{pair[0]} threads, {pair[1]} chunks")
-def split(request, monkeypatch):
+def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small problems go the way of the large ones."""
     threads, chunks = request.param
     former = torch.get_num_threads()
@@ -35,11 +39,11 @@ def split(request, monkeypatch):
     torch.set_num_threads(former)
 
 
-def all_plans(backend):
+def all_plans(backend: str) -> Iterator[RoutingPlan]:
     """One plan of every kind, from fixed draws."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw(low, high, *shape, dtype=torch.int32):
+    def draw(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.randint(low, high, shape, generator=generator).to(dtype)
 
     for dtype in (torch.int32, torch.int64):
@@ -65,16 +69,16 @@ def all_plans(backend):
 
 
 @pytest.fixture(scope="module")
-def reference_plans():
+def reference_plans() -> list[Fields]:
     return [fields_of(plan) for plan in all_plans("reference")]
 
 
-def test_number_of_threads_and_chunks_changes_nothing(split, reference_plans):
+def test_number_of_threads_and_chunks_changes_nothing(split: None, reference_plans: list[Fields]) -> None:
     for _ in range(3):
         assert [fields_of(plan) for plan in all_plans("cpu")] == reference_plans
 
 
-def test_every_backend_equals_the_reference(backend, reference_plans):
+def test_every_backend_equals_the_reference(backend: str, reference_plans: list[Fields]) -> None:
     assert [fields_of(plan) for plan in all_plans(backend)] == reference_plans
 
 
@@ -83,7 +87,7 @@ def test_every_backend_equals_the_reference(backend, reference_plans):
 
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("drop", ["position", "weight"])
-def test_all_options_crossed(backend, drop, pad):
+def test_all_options_crossed(backend: str, drop: str, pad: bool) -> None:
     """B20, B22: capacity, padding, alignment, rows, range, k and T; capacity above T too."""
     generator = torch.Generator().manual_seed(1)
     for factor, topk, num_tokens, align, num_rows, expert_range in product(
@@ -92,17 +96,22 @@ def test_all_options_crossed(backend, drop, pad):
         capacity = None if factor is None else capacity_from_factor(num_tokens, topk, 4, factor)
         ids = torch.randint(-1, 5, (num_tokens, topk), generator=generator)
         weights = torch.rand(num_tokens, topk, generator=generator)
-        options = {"align": align, "num_rows": num_rows, "expert_range": expert_range, "capacity": capacity}
+        options: dict[str, Any] = {
+            "align": align,
+            "num_rows": num_rows,
+            "expert_range": expert_range,
+            "capacity": capacity,
+        }
         options |= {"drop": drop, "pad": pad and capacity is not None}
         expected = expected_from_ids(ids.tolist(), 4, weights=weights.tolist(), **options) | {"topk": topk}
         options["pad_to_capacity"] = options.pop("pad")
         plan = plan_from_expert_ids(ids, 4, weights=weights, backend=backend, **options)
         assert fields_of(plan) == expected
         if capacity is not None:
-            assert int(plan.tokens_per_expert.max()) <= capacity
+            assert int(present(plan.tokens_per_expert).max()) <= capacity
 
 
-def test_defaults_with_a_capacity(backend):
+def test_defaults_with_a_capacity(backend: str) -> None:
     """B19."""
     plan = plan_from_expert_ids(torch.tensor([[0], [0], [1]]), 2, capacity=1, backend=backend)
     assert plan.row_of_slot.tolist() == [0, -1, 1]
@@ -111,7 +120,7 @@ def test_defaults_with_a_capacity(backend):
 # ---------------------------------------------------------------------------- weights, strides, sizes
 
 
-def test_drop_by_weight_is_exact_for_close_weights(backend):
+def test_drop_by_weight_is_exact_for_close_weights(backend: str) -> None:
     """Thousands of slots with few distinct weights: ties at every digit of the search."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, 3, (900, 2), generator=generator)
@@ -127,7 +136,7 @@ def test_drop_by_weight_is_exact_for_close_weights(backend):
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
-def test_order_of_special_weights(backend, dtype):
+def test_order_of_special_weights(backend: str, dtype: torch.dtype) -> None:
     """NaN of either sign is the largest, -0 equals +0, and of equal weights the earlier slot stays."""
     values = [-math.inf, -0.0, 0.0, -0.0, 1e-30, math.inf, -math.nan, math.nan, -1.0]
     by_weight = [6, 7, 5, 4, 1, 2, 3, 8, 0]
@@ -148,15 +157,15 @@ def test_order_of_special_weights(backend, dtype):
         assert plan.slot_of_row.tolist() == sorted(by_weight[:capacity])
 
 
-def test_weights_are_cut_off_from_autograd(backend):
+def test_weights_are_cut_off_from_autograd(backend: str) -> None:
     weights = torch.rand(3, 2, requires_grad=True)
     ids = torch.tensor([[0, 1], [0, 1], [0, 1]])
     plan = plan_from_expert_ids(ids, 2, capacity=1, drop="weight", weights=weights, backend=backend)
     assert not plan.row_of_slot.requires_grad
-    assert plan.tokens_per_expert.tolist() == [1, 1]
+    assert present(plan.tokens_per_expert).tolist() == [1, 1]
 
 
-def test_float64_weights_decide_in_float64():
+def test_float64_weights_decide_in_float64() -> None:
     weights = torch.tensor([[1.0], [1.0 + 2**-40]], dtype=torch.float64)
     ids = torch.tensor([[0], [0]])
     plan = plan_from_expert_ids(ids, 1, capacity=1, drop="weight", weights=weights)
@@ -165,7 +174,7 @@ def test_float64_weights_decide_in_float64():
     assert plan.row_of_slot.tolist() == [0, -1]
 
 
-def test_strided_inputs(backend):
+def test_strided_inputs(backend: str) -> None:
     ids = torch.randint(0, 5, (6, 4), generator=torch.Generator().manual_seed(0))
     expected = fields_of(plan_from_expert_ids(ids, 5, backend=backend))
     for strided in (ids.t().contiguous().t(), ids.repeat(1, 2)[:, :4], torch.stack([ids, ids], dim=2)[:, :, 0]):
@@ -178,7 +187,7 @@ def test_strided_inputs(backend):
         assert fields_of(plan_from_routing_map(strided, backend=backend)) == expected
 
 
-def test_one_dimension_means_one_choice(backend):
+def test_one_dimension_means_one_choice(backend: str) -> None:
     plan = plan_from_expert_ids(torch.tensor([1, 0, 1]), 2, backend=backend)
     assert plan.topk == 1
     assert plan.row_of_slot.tolist() == [1, 0, 2]
@@ -186,14 +195,14 @@ def test_one_dimension_means_one_choice(backend):
     assert (none.num_tokens, none.topk, none.num_slots) == (3, 0, 0)
 
 
-def test_results_can_be_changed_in_place(backend):
+def test_results_can_be_changed_in_place(backend: str) -> None:
     plan = plan_from_expert_ids(torch.tensor([[1, 0]]), 2, backend=backend)
     for tensor in (plan.row_of_slot, plan.slot_of_row, plan.tokens_per_expert):
-        assert tensor._base is None
-        tensor.add_(1)
+        assert present(tensor)._base is None
+        present(tensor).add_(1)
 
 
-def test_modes(backend):
+def test_modes(backend: str) -> None:
     ids = torch.tensor([[1, 0], [0, 2]])
     expected = fields_of(plan_from_expert_ids(ids, 3, backend=backend))
     with torch.inference_mode():
@@ -273,7 +282,7 @@ def test_lazily_negated_tensors_are_seen(backend: str, given_out: bool) -> None:
     ids = torch.tensor([[0, 1], [1, 0], [1, 2]])
     weights = torch.tensor([[0.1, 0.2], [0.9, 0.4], [0.5, 0.3]])
     out = torch.empty(6, dtype=torch.int32) if given_out else None
-    options = {"capacity": 1, "drop": "weight", "out": out, "backend": backend}
+    options: dict[str, Any] = {"capacity": 1, "drop": "weight", "out": out, "backend": backend}
     plan = plan_from_expert_ids(torch._neg_view(-ids), 3, weights=torch._neg_view(-weights), **options)
     expected = plan_from_expert_ids(ids, 3, capacity=1, drop="weight", weights=weights, backend="reference")
     assert plan.row_of_slot.tolist() == expected.row_of_slot.tolist() == [-1, -1, 1, 0, -1, 2]

@@ -1,9 +1,13 @@
 """Plans under torch.library and torch.compile."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from torch import Tensor
 
 from moeroute.ops.planning.op import (
+    RoutingPlan,
     capacity_from_factor,
     plan_from_expert_ids,
     plan_from_routing_map,
@@ -18,7 +22,7 @@ MAP = torch.tensor([[True, False, True], [True, True, True]])
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["some tokens", "no token"])
-def test_opcheck(backend, empty):
+def test_opcheck(backend: str, empty: bool) -> None:
     ops = torch.ops.moeroute
     ids, routing_map = IDS, MAP
     if empty:
@@ -40,7 +44,7 @@ def test_opcheck(backend, empty):
         torch.library.opcheck(operator.default, arguments)
 
 
-def every_constructor(ids, routing_map, backend):
+def every_constructor(ids: Tensor, routing_map: Tensor, backend: str | None) -> Iterator[RoutingPlan]:
     num_tokens = ids.shape[0]
     plan = plan_from_expert_ids(ids, 4, align=2, check=True, backend=backend)
     yield plan
@@ -61,7 +65,7 @@ def every_constructor(ids, routing_map, backend):
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_compile_without_a_break(dynamic):
+def test_compile_without_a_break(dynamic: bool) -> None:
     """B134: the second call has other sizes; row counts come from the data."""
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -76,7 +80,7 @@ def test_compile_without_a_break(dynamic):
         assert [fields_of(plan) for plan in plans] == [fields_of(plan) for plan in expected]
 
 
-def test_compile_with_inductor_and_checks_inside():
+def test_compile_with_inductor_and_checks_inside() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda ids: plan_from_expert_ids(ids, 4, check=True), fullgraph=True)
     assert compiled(IDS).row_of_slot.tolist() == [0, 1, 3, 2]
@@ -84,7 +88,7 @@ def test_compile_with_inductor_and_checks_inside():
         compiled(torch.tensor([[0, 9], [0, 0]]))
 
 
-def test_a_plan_goes_into_a_compiled_function():
+def test_a_plan_goes_into_a_compiled_function() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda plan: plan.token_of_row * plan.num_tokens, fullgraph=True, backend="aot_eager")
     for ids in (IDS, torch.cat([IDS, IDS])):

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_aclnn import GOOD, SIXTEEN_MIB, run
 from torch import Tensor
 
 import moeroute
+from aclnn_calls import GOOD, SIXTEEN_MIB, run
 from moeroute import aclnn
 from moeroute.aclnn.signatures import SIGNATURES
 from moeroute.testing import assert_same_bits

@@ -751,7 +751,7 @@ def test_what_has_no_registered_operator_says_no_under_transforms(argument: str)
         given: dict[str, Any] = {argument: x}
         return moeroute.combine(rows, plan, **given)
 
-    refused = rf"{argument} must be None under torch.compile, torch.func, forward mode"
+    refused = rf"{argument} must be None under torch.compile, torch.jit.trace, torch.func, forward mode"
     with torch.autograd.forward_ad.dual_level(), pytest.raises(ValueError, match=refused):
         call(torch.autograd.forward_ad.make_dual(rows, rows), x)
     with pytest.raises(ValueError, match=refused):

@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-large lint bench aclnn gpu-check kernels ascend-check clean
+.PHONY: demo test test-hosts test-large lint bench aclnn gpu-check kernels ascend-check clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +19,14 @@ demo: $(VENV)/ready
 
 test: $(VENV)/ready lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
+
+$(VENV)/hosts: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[hosts]"
+	touch $@
+
+# Against Hugging Face Transformers and Megatron-Core, installed into the same environment.
+test-hosts: $(VENV)/hosts
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadscope tests/hosts
 
 # The upstream system-test shapes above 64 MiB of tensors; the largest takes 19 GiB.
 test-large: $(VENV)/ready

@@ -51,9 +51,10 @@ FLOORS = (
     ("__main__",),
 )
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
-# The aclnn package stands where nn does; its own files are among themselves.
+# The aclnn package stands where nn does, other hosts' names right above it; the files of each are among themselves.
 ACLNN = [name for name in TREES if name.split(".")[0] == "aclnn"]
-FLOOR |= dict.fromkeys(ACLNN, FLOOR["nn"])
+INTEROP = [name for name in TREES if name.split(".")[0] == "interop"]
+FLOOR |= dict.fromkeys(ACLNN, FLOOR["nn"]) | dict.fromkeys(INTEROP, FLOOR["bench"])
 EMPTY = ("ops", *(f"ops.{room}" for room in ROOMS))
 # Of our own, an implementation needs these and no more: a reference shares no code with what it judges.
 NEEDS = {
@@ -91,7 +92,7 @@ def test_every_module_has_its_floor() -> None:
 @pytest.mark.parametrize("name", [name for name in TREES if name not in EMPTY], ids=lambda name: name or "moeroute")
 def test_arrows_point_down(name: str) -> None:
     for imported in imports_of(name):
-        if name in ACLNN and imported in ACLNN:
+        if any(name in package and imported in package for package in (ACLNN, INTEROP)):
             continue
         assert FLOOR[imported] < FLOOR[name], f"moeroute.{name} imports moeroute.{imported}"
     last = name.split(".")[-1]

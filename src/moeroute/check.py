@@ -24,6 +24,10 @@ def wrong_type(operator: str, argument: str, wanted: str, got: object) -> TypeEr
     return TypeError(f"moeroute.{operator}: {argument} must be {wanted}; got {type(got).__name__}")
 
 
+def wrong_host(operator: str, package: str, wanted: str, got: str) -> ImportError:
+    return ImportError(f"moeroute.{operator}: {package} must be {wanted}; got {got}")
+
+
 def wrong_shape(operator: str, argument: str, wanted: str, tensor: Tensor) -> ValueError:
     """Of a tensor that has no strides it says that instead: some of those do not even tell their shape."""
     if not is_dense(tensor):

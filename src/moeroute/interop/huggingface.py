@@ -1,0 +1,118 @@
+"""Hugging Face Transformers: its models with the routing of this package.
+
+    moeroute.interop.huggingface.register()
+    model.set_experts_implementation("moeroute")    # or from_pretrained(..., experts_implementation="moeroute")
+    moeroute.interop.huggingface.check(model)       # {"model.layers.0.mlp.experts": "moeroute", ...}
+
+For training and inference, on any device. What an expert computes is the model's affair: the order of gate and
+up, the activation, biases, a norm behind the expert. Bringing the tokens to the experts and summing up what comes
+back are ours: the sum over a token's experts has one order and one rounding, on every device.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moeroute import check as checks
+from moeroute.interop import hosts
+from moeroute.nn import grouped_linear
+from moeroute.ops.permutation.op import permute, unpermute
+from moeroute.ops.planning.op import plan_from_expert_ids
+
+NAME = "moeroute"
+SERIES = ("5.24",)  # of transformers
+
+# The question of `check` and the answer that only our function knows.
+_PROBE: Any = object()
+_ANSWER: Any = object()
+
+
+def register() -> None:
+    """Add "moeroute" to the experts implementations of Transformers. A second call changes nothing.
+
+    Then `model.set_experts_implementation("moeroute")` and `from_pretrained(..., experts_implementation="moeroute")`
+    work for every model whose experts class has the host's decorator `use_experts_implementation`. Other models
+    take the setting and ignore it without a word, and so do FP8 experts, which have a register of their own: ask
+    `check`.
+
+    Raises ImportError where transformers is not installed or is of an unknown version.
+    """
+    hosts.require("interop.huggingface.register", "transformers", SERIES)
+    importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def check(model: nn.Module) -> dict[str, str]:
+    """Which experts layers of a model call us: the name of each and what runs there.
+
+    "moeroute" where it is ours; else the name of the host's implementation that is set ("eager", "grouped_mm", ...),
+    or "its own forward" for a layer that asks nobody, whatever is set. Nothing is computed.
+
+    Raises ImportError as `register`, TypeError for what is no module.
+    """
+    operator = "interop.huggingface.check"
+    hosts.require(operator, "transformers", SERIES)
+    if not isinstance(model, nn.Module):
+        raise checks.wrong_type(operator, "model", "a torch.nn.Module", model)
+    return {name: _runs(module) for name, module in model.named_modules() if _is_experts(name, module)}
+
+
+def _is_experts(name: str, module: nn.Module) -> bool:
+    decorated = hasattr(module, "is_concatenated") and hasattr(module, "has_post_expert_norm")
+    called_so = name.rsplit(".")[-1] == "experts" or type(module).__name__.endswith(("Experts", "CDMoE"))
+    return decorated or called_so
+
+
+def _runs(module: Any) -> str:
+    try:
+        ours = type(module).forward(module, _PROBE, None, None) is _ANSWER
+    except Exception:  # whatever somebody else's forward says to an object() for hidden states
+        ours = False
+    if ours:
+        return NAME
+    found = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if not hasattr(module, "is_concatenated") or found in (None, NAME):
+        return "its own forward"
+    return str(found)
+
+
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of an experts module of Transformers; what `register` hands over.
+
+    Args:
+        self: the experts module, with the flags that the host's decorator sets.
+        hidden_states: [T, H]; H is the experts' own width, not always the model's.
+        top_k_index: [T, K], of any integer dtype. An id outside [0, num_experts) is an empty slot: it takes no row,
+            adds nothing and gives its weight the gradient 0. Expert parallelism marks the experts of other ranks so.
+        top_k_weights: [T, K].
+
+    Returns [T, H] in the dtype of hidden_states. The products are in the weights' dtype, or in autocast's.
+    """
+    if hidden_states is _PROBE:
+        return _ANSWER
+    experts: Any = self
+    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    dtype = _products_dtype(getattr(experts, first))
+    plan = plan_from_expert_ids(top_k_index, experts.num_experts, num_rows=top_k_index.numel())
+    rows = _linear(experts, first, permute(hidden_states.to(dtype), plan), plan.rows_per_expert)
+    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = _linear(experts, "down_proj", rows.to(dtype), plan.rows_per_expert)
+    if experts.has_post_expert_norm:
+        rows = experts.post_expert_norm(rows)
+    if (rows.dtype is torch.float64) != (top_k_weights.dtype is torch.float64):
+        top_k_weights = top_k_weights.to(rows.dtype)  # a float64 model may choose in float32
+    return unpermute(rows, plan, top_k_weights).to(hidden_states.dtype)
+
+
+def _products_dtype(weight: Tensor) -> torch.dtype:
+    """Of the weights, since they may be float32 beside bfloat16 tokens; under autocast its own."""
+    device = weight.device.type
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast and weight.dtype is not torch.float64 else weight.dtype
+
+
+def _linear(experts: Any, name: str, rows: Tensor, sizes: Any) -> Tensor:
+    weight = getattr(experts, name)
+    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    return grouped_linear(rows, weight.transpose(1, 2) if experts.is_transposed else weight, sizes, bias)

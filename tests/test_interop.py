@@ -1,0 +1,63 @@
+"""The modules for other hosts, as far as no host is needed; tests/hosts has the rest."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moeroute
+from moeroute.interop import huggingface
+
+PACKAGE = Path(moeroute.__file__).parent / "interop"
+FILES = sorted(PACKAGE.rglob("*.py"))
+# torch functions that compute nothing on elements, and the questions that are asked of torch.
+HARMLESS = {"amp.is_autocast_available", "is_autocast_enabled", "get_autocast_dtype"}
+
+
+def test_a_host_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"^moeroute.interop.huggingface.register: transformers must be 5\.24\.x; got none that is installed$"):  # fmt: skip
+        huggingface.register()
+
+
+def test_no_host_is_imported_before_it_is_needed() -> None:
+    code = "import sys, moeroute.interop.huggingface; print(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "moeroute.interop.hosts" in done.stdout.split()
+    assert not {"transformers", "megatron", "transformer_engine"} & set(done.stdout.split())
+
+
+def arithmetic_of(tree: ast.AST) -> list[str]:
+    """Operators between values, and calls of torch other than the harmless ones."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp | ast.AugAssign):
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if (
+                name.startswith(("torch.", "F.", "nn.functional.")) and name.removeprefix("torch.") not in HARMLESS
+            ) or (isinstance(node.func, ast.Attribute) and node.func.attr in METHODS):
+                found.append(name)
+    return found
+
+
+METHODS = {
+    "add", "add_", "mul", "mul_", "div", "sub", "sum", "mean", "matmul", "mm", "bmm", "pow", "exp", "softmax", "sigmoid",
+    "masked_fill", "masked_fill_", "index_select", "gather", "scatter", "scatter_add", "index_add_", "topk", "sort",
+    "argsort", "cumsum", "where", "clamp", "float", "square", "norm", "max", "min",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_interop_does_no_arithmetic(file: Path) -> None:
+    assert not arithmetic_of(ast.parse(file.read_text()))
+
+
+def test_the_look_for_arithmetic_finds_it() -> None:
+    code = (
+        "y = x + 1\ny *= 2\ntorch.cat([x])\nx.sum()\nF.silu(x)\nx.to(d).transpose(0, 1)\ntorch.is_autocast_enabled(d)"
+    )
+    assert sorted(arithmetic_of(ast.parse(code))) == ["F.silu", "torch.cat", "x + 1", "x.sum", "y *= 2"]

@@ -189,6 +189,12 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
         "gradScalesOut": poison(3, 2),
     },
     "MoeComputeExpertTokens": lambda: {"sortedExperts": i32([0, 0, 1]), "numExperts": 2, "out": empty_ids(2)},
+    "MoeUpdateExpert": lambda: {
+        "expertIds": i32([[0, 1], [1, 2], [2, 3]]), "eplbTable": i32([[1, 0, -1], [2, 1, 4], [2, 2, 5], [1, 3, -1]]),
+        "expertScalesOptional": ones(3, 2), "pruningThresholdOptional": ones(2) / 4,
+        "activeMaskOptional": torch.ones(3, dtype=torch.bool), "localRankId": 0, "worldSize": 4, "balanceMode": 0,
+        "balancedExpertIds": empty_ids(3, 2), "balancedActiveMask": torch.zeros(3, 2, dtype=torch.bool),
+    },
     "MoeReRouting": lambda: {
         "tokens": ones(3, 2), "expertTokenNumPerRank": i32([[1, 1], [1, 0]]), "perTokenScalesOptional": ones(3),
         "expertTokenNumType": 1, "idxType": 0, "permuteTokensOut": poison(3, 2), "permutePerTokenScalesOut": poison(3),

@@ -144,6 +144,8 @@ NEEDED = {
     ("MoeFinalizeRoutingV2Grad", "expandedXOptional"): INNER_NULL,
     ("MoeFinalizeRoutingV2Grad", "expertIdxOptional"): INNER_NULL,
     ("MoeReRouting", "permutePerTokenScalesOut"): NULL,
+    ("MoeUpdateExpert", "expertScalesOptional"): TILING,
+    ("MoeUpdateExpert", "pruningThresholdOptional"): TILING,
 }
 
 
@@ -189,6 +191,7 @@ OUTPUT_SHAPES_561002 = (
     "MoeTokenPermuteWithEp",
     "MoeGatingTopKSoftmax",
     "MoeGatingTopKSoftmaxV2",
+    "MoeUpdateExpert",
 )
 
 

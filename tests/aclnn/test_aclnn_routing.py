@@ -1,4 +1,4 @@
-"""MoeInitRoutingV2 and MoeFinalizeRoutingV2 with their gradients, expert counts, MoeReRouting."""
+"""MoeInitRoutingV2 and MoeFinalizeRoutingV2 with their gradients."""
 
 from typing import Any
 
@@ -8,12 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aclnn_calls import (
-    FLOATS,
     GOOD,
     INNER_NULL,
     INVALID,
     NULL,
-    TILING,
     X34,
     call_refused,
     cases,
@@ -26,7 +24,6 @@ from aclnn_calls import (
     poison,
     run,
     same,
-    spoken,
 )
 from aclnn_drawn import (
     MIXTURES,
@@ -169,27 +166,6 @@ def test_finalize_routing_grad_gives_a_dropped_slot_nothing() -> None:
     same(scales_out, [[0.0], [4.0]])
 
 
-def test_compute_expert_tokens_of_the_document() -> None:
-    out = poison(3, dtype=torch.int32)
-    run("MoeComputeExpertTokens", i32([0, 0, 1, 1, 2, 2]), 3, out)
-    same(out, [2, 4, 6])
-
-
-@pytest.mark.parametrize("idx_type, numbers", ((0, [0, 3, 4, 5, 1, 2]), (1, [0, 4, 5, 1, 2, 3])))
-@pytest.mark.parametrize("dtype", (*FLOATS, torch.int8), ids=spoken)
-def test_re_routing(dtype: torch.dtype, idx_type: int, numbers: list[int]) -> None:
-    tokens = torch.arange(12).reshape(6, 2).to(dtype)
-    scales = torch.arange(6.0)
-    rows, row_scales = poison(6, 2, dtype=dtype), poison(6)
-    indices, counts = poison(6, dtype=torch.int32), poison(2, dtype=torch.int64)
-    lengths = torch.tensor([[1, 2], [3, 0]])
-    run("MoeReRouting", tokens, lengths, scales, 1, idx_type, rows, row_scales, indices, counts)
-    same(indices, numbers)
-    same(rows, tokens[[0, 3, 4, 5, 1, 2]])
-    same(row_scales, [0.0, 3.0, 4.0, 5.0, 1.0, 2.0])
-    same(counts, [4, 2])
-
-
 # ---------------------------------------------------------------------------- refusals
 
 
@@ -233,17 +209,6 @@ REFUSED: list[tuple[str, dict[str, Any], int]] = [
             {"dropPadMode": 1, "expertCapacity": 2, "expertNum": 0}, {"dropPadMode": 1, "expertCapacity": 2, "expertNum": 3},
         )
     ),
-    *(("MoeComputeExpertTokens", {"numExperts": n}, TILING) for n in (0, -1, 2049)),
-    ("MoeComputeExpertTokens", {"numExperts": 3}, INVALID),
-    ("MoeComputeExpertTokens", {"sortedExperts": i32([[0, 0, 1]])}, TILING),
-    ("MoeReRouting", {"expertTokenNumType": 0}, TILING),
-    ("MoeReRouting", {"idxType": 2}, TILING),
-    ("MoeReRouting", {"tokens": torch.empty(3, 0)}, TILING),
-    ("MoeReRouting", {"tokens": ones(1, 1).expand(3, 16_384)}, TILING),
-    ("MoeReRouting", {"tokens": ones(6)}, TILING),
-    ("MoeReRouting", {"expertTokenNumPerRank": i32([1, 2])}, TILING),
-    ("MoeReRouting", {"perTokenScalesOptional": ones(2)}, TILING),
-    ("MoeReRouting", {"expertTokenNumOut": poison(2, dtype=torch.int64)}, INVALID),
 ]  # fmt: skip
 
 
@@ -352,43 +317,6 @@ def test_shared_experts_are_added_before_the_first_rounding() -> None:
     same(out, [[2.0**-9]])
 
 
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 5), max_size=20), st.integers(1, 7))
-def test_compute_expert_tokens(experts: list[int], num_experts: int) -> None:
-    experts = sorted(experts)
-    out = empty_ids(num_experts)
-    run("MoeComputeExpertTokens", i32(experts), num_experts, out)
-    same(out, [sum(e <= expert for e in experts) for expert in range(num_experts)])
-
-
-@settings(max_examples=30)
-@given(st.integers(1, 4), st.integers(1, 4), SEEDS, st.booleans())
-def test_re_routing_of_any_lengths(ranks: int, num_experts: int, seed: int, wide: bool) -> None:
-    generator = generator_of(seed)
-    lengths = integers(generator, 0, 4, ranks, num_experts)
-    lengths = lengths.long() if wide else lengths
-    count = int(lengths.sum())
-    tokens, scales = normal(generator, count, 5, dtype=torch.bfloat16), normal(generator, count)
-    chunks = list(torch.arange(count).split(lengths.flatten().tolist()))
-    order = torch.cat([chunks[r * num_experts + e] for e in range(num_experts) for r in range(ranks)])
-    rows, row_scales = poison(count, 5, dtype=torch.bfloat16), poison(count)
-    indices, counts = empty_ids(count), poison(num_experts, dtype=lengths.dtype)
-    run("MoeReRouting", tokens, lengths, scales, 1, 0, rows, row_scales, indices, counts)
-    same(indices, order)
-    same(rows, tokens[order])
-    same(row_scales, scales[order])
-    same(counts, lengths.sum(0))
-
-
-def test_re_routing_where_the_lengths_do_not_add_up() -> None:
-    """Tokens behind the last chunk have no row: zero rows, index -1."""
-    tokens, rows = ones(4, 2), poison(4, 2)
-    indices, counts = empty_ids(4), empty_ids(1)
-    run("MoeReRouting", tokens, i32([[1], [2]]), None, 1, 0, rows, None, indices, counts)
-    same(indices, [0, 1, 2, -1])
-    same(rows, [[1.0, 1.0]] * 3 + [[0.0, 0.0]])
-
-
 # ---------------------------------------------------------------------------- empty tensors
 
 
@@ -397,8 +325,6 @@ EMPTY: list[tuple[str, dict[str, Any]]] = [
     ("MoeInitRoutingV2Grad", {"gradExpandedX": torch.empty(0, 2), "expandedRowIdx": i32([]), "out": torch.empty(0, 2)}),
     ("MoeFinalizeRoutingV2", {"expandedX": torch.empty(6, 0), "x1Optional": torch.empty(3, 0), "x2Optional": torch.empty(3, 0), "biasOptional": torch.empty(4, 0), "out": torch.empty(3, 0)}),
     ("MoeFinalizeRoutingV2Grad", {"gradY": torch.empty(0, 2), "expandedRowIdx": i32([]), "expandedXOptional": torch.empty(0, 2), "scalesOptional": torch.empty(0, 2), "expertIdxOptional": torch.empty(0, 2, dtype=torch.int32), "gradExpandedXOut": torch.empty(0, 2), "gradScalesOut": torch.empty(0, 2)}),
-    ("MoeComputeExpertTokens", {"sortedExperts": i32([])}),
-    ("MoeReRouting", {"tokens": torch.empty(0, 2), "perTokenScalesOptional": torch.empty(0), "expertTokenNumPerRank": torch.zeros(2, 2, dtype=torch.int32), "permuteTokensOut": torch.empty(0, 2), "permutePerTokenScalesOut": torch.empty(0), "permuteTokenIdxOut": empty_ids(0)}),
 ]  # fmt: skip
 
 

@@ -32,6 +32,8 @@ from moeroute.aclnn.experts import (
 )
 from moeroute.aclnn.experts import aclnnMoeReRouting as aclnnMoeReRouting
 from moeroute.aclnn.experts import aclnnMoeReRoutingGetWorkspaceSize as aclnnMoeReRoutingGetWorkspaceSize
+from moeroute.aclnn.experts import aclnnMoeUpdateExpert as aclnnMoeUpdateExpert
+from moeroute.aclnn.experts import aclnnMoeUpdateExpertGetWorkspaceSize as aclnnMoeUpdateExpertGetWorkspaceSize
 from moeroute.aclnn.finalize_routing import aclnnMoeFinalizeRoutingV2 as aclnnMoeFinalizeRoutingV2
 from moeroute.aclnn.finalize_routing import (
     aclnnMoeFinalizeRoutingV2GetWorkspaceSize as aclnnMoeFinalizeRoutingV2GetWorkspaceSize,

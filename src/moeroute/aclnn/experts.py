@@ -1,4 +1,4 @@
-"""Expert counts, and rows regrouped across ranks.
+"""Expert counts, the instances of experts, and rows regrouped across ranks.
 
 Every operator has the same rungs: nulls, dtypes, shapes and limits, outputs, work.
 """
@@ -22,10 +22,8 @@ from moeroute.aclnn.core import (
     wrong,
 )
 from moeroute.ops.permutation.op import spread
-from moeroute.ops.planning.op import (
-    plan_from_expert_ids,
-    plan_from_segments,
-)
+from moeroute.ops.planning.op import plan_from_expert_ids, plan_from_segments
+from moeroute.ops.replicas import instances_of_slots, slots_above
 
 # ---------------------------------------------------------------------------- MoeComputeExpertTokens
 
@@ -122,3 +120,78 @@ def _moe_re_routing(
 
 
 aclnnMoeReRoutingGetWorkspaceSize, aclnnMoeReRouting = phases("MoeReRouting", _moe_re_routing)
+
+# ---------------------------------------------------------------------------- MoeUpdateExpert
+
+_MAX_BATCH, _MAX_SLOTS, _MAX_TABLE, _MAX_RANKS = 512, 16, 1024, 768
+
+
+def _moe_update_expert(
+    expertIds: Tensor,
+    eplbTable: Tensor,
+    expertScalesOptional: Tensor | None,
+    pruningThresholdOptional: Tensor | None,
+    activeMaskOptional: Tensor | None,
+    localRankId: int,
+    worldSize: int,
+    balanceMode: int,
+    balancedExpertIds: Tensor,
+    balancedActiveMask: Tensor,
+) -> tuple[int, Work]:
+    """The instance of each expert id, from eplbTable [E, F]: a count, then so many instances.
+
+    balanceMode 0 chooses by localRankId of worldSize, 1 by the number of the token. With scales [BS, K] and a
+    threshold [K], balancedActiveMask is true for the slots of active tokens whose scale is at least threshold[k] of
+    the token's sum; without it is not written.
+    """
+    scales, threshold, mask = expertScalesOptional, pruningThresholdOptional, activeMaskOptional
+    required(
+        expertIds=expertIds,
+        eplbTable=eplbTable,
+        balancedExpertIds=balancedExpertIds,
+        balancedActiveMask=balancedActiveMask,
+    )
+    typed("expertIds", expertIds, torch.int32, torch.int64)
+    typed("eplbTable", eplbTable, torch.int32)
+    typed("expertScalesOptional", scales, *FLOATS)
+    typed("pruningThresholdOptional", threshold, torch.float32)
+    typed("activeMaskOptional", mask, torch.bool)
+    typed("balancedExpertIds", balancedExpertIds, expertIds.dtype)
+    typed("balancedActiveMask", balancedActiveMask, torch.bool)
+    between("balanceMode", balanceMode, 0, 1, TILING)
+    by_rank = balanceMode == 0
+    if by_rank:
+        between("worldSize", worldSize, 2, _MAX_RANKS, TILING)
+        between("localRankId", localRankId, 0, worldSize - 1, TILING)
+    ranked("expertIds", expertIds, 2, status=TILING)
+    num_tokens, topk = expertIds.shape
+    between("BS of expertIds", num_tokens, 1, _MAX_BATCH, TILING)
+    between("K of expertIds", topk, 1, _MAX_SLOTS, TILING)
+    ranked("eplbTable", eplbTable, 2, status=TILING)
+    between("E of eplbTable", eplbTable.shape[0], topk, _MAX_TABLE, TILING)
+    between("F of eplbTable", eplbTable.shape[1], 2, (worldSize if by_rank else _MAX_RANKS) + 1, TILING)
+    shaped("expertScalesOptional", scales, (num_tokens, topk), "[BS, K]", TILING)
+    ranked("pruningThresholdOptional", threshold, 1, 2, status=TILING)
+    if threshold is not None:
+        shaped("pruningThresholdOptional", threshold, (1, topk)[2 - threshold.ndim :], "[K] or [1, K]", TILING)
+    shaped("activeMaskOptional", mask, (num_tokens,), "[BS]", TILING)
+    if (scales is None) != (threshold is None):
+        missing, there = ("expertScalesOptional", "pruningThresholdOptional")[:: 1 if scales is None else -1]
+        raise wrong(missing, f"given with {there}", "null", TILING)
+    if mask is not None and scales is None:
+        raise wrong("expertScalesOptional", "given with activeMaskOptional", "null", TILING)
+    shaped("balancedExpertIds", balancedExpertIds, (num_tokens, topk), "[BS, K]", TILING)
+    shaped("balancedActiveMask", balancedActiveMask, (num_tokens, topk), "[BS, K]", TILING)
+    outputs = {"balancedExpertIds": balancedExpertIds, "balancedActiveMask": balancedActiveMask}
+    apart(outputs, expertIds, eplbTable, scales, threshold, mask)
+
+    def work() -> None:
+        rank = localRankId if by_rank else None
+        balancedExpertIds.copy_(instances_of_slots(expertIds, eplbTable, rank=rank, num_ranks=worldSize))
+        if scales is not None and threshold is not None:
+            balancedActiveMask.copy_(slots_above(scales, threshold.reshape(-1), mask))
+
+    return 0, work
+
+
+aclnnMoeUpdateExpertGetWorkspaceSize, aclnnMoeUpdateExpert = phases("MoeUpdateExpert", _moe_update_expert)

@@ -255,6 +255,13 @@ SIGNATURES: dict[str, Signature] = {
         "int: numExperts",
         "const-out: out",
     ),
+    "MoeUpdateExpert": _signature(
+        "moe_update_expert",
+        "in: expertIds eplbTable",
+        "in?: expertScalesOptional pruningThresholdOptional activeMaskOptional",
+        "int: localRankId worldSize balanceMode",
+        "out: balancedExpertIds balancedActiveMask",
+    ),
     "MoeReRouting": _signature(
         "moe_re_routing",
         "in: tokens expertTokenNumPerRank",

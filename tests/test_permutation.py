@@ -569,6 +569,87 @@ def test_gradients_only_where_needed_and_rows_kept_only_for_weights(backend: str
     assert 8 * 32 not in saved
 
 
+# ---------------------------------------------------------------------------- slots that nobody owns
+
+# Slots 0 and 1 lie before the first offset, 6 and 7 behind the last: three tokens of a larger table.
+SLICE_OFFSETS, SLICE_ROWS, SLICE_SLOTS = [2, 4, 4, 6], [0, 5, 3, 1, -1, 2, 4, 6], [0, 3, 5, 2, 6, 1, 7]
+OWNED = slice(2, 6)
+
+
+def slice_of_a_plan(with_experts: bool) -> tuple[moeroute.RoutingPlan, moeroute.RoutingPlan]:
+    """A plan with slots that no token owns, and the one that has no such slots."""
+
+    def plan(rows: list[int], slots: list[int], offsets: list[int], experts: list[int]) -> moeroute.RoutingPlan:
+        return moeroute.RoutingPlan(
+            row_of_slot=torch.tensor(rows, dtype=torch.int32),
+            slot_of_row=torch.tensor(slots, dtype=torch.int32),
+            num_tokens=3,
+            num_rows=7,
+            num_experts=4 if with_experts else None,
+            slot_offsets=torch.tensor(offsets, dtype=torch.int32),
+            expert_of_slot=torch.tensor(experts, dtype=torch.int32) if with_experts else None,
+        )
+
+    experts = [3, 1, 0, 2, 1, 3, 0, 2]
+    cut_slots = [s - 2 if 2 <= s < 6 else -1 for s in SLICE_SLOTS]
+    whole = plan(SLICE_ROWS, SLICE_SLOTS, SLICE_OFFSETS, experts)
+    return whole, plan(SLICE_ROWS[OWNED], cut_slots, [0, 2, 2, 4], experts[OWNED])
+
+
+def test_tokens_of_a_slice() -> None:
+    plan, _ = slice_of_a_plan(False)
+    assert plan.token_of_slot.tolist() == [-1, -1, 0, 0, 2, 2, -1, -1]
+    assert plan.token_of_row.tolist() == [-1, 0, 2, 0, -1, -1, -1]
+    without_tokens = moeroute.RoutingPlan(
+        row_of_slot=plan.row_of_slot, slot_of_row=plan.slot_of_row, num_tokens=0, num_rows=7,
+        slot_offsets=torch.tensor([3], dtype=torch.int32),
+    )  # fmt: skip
+    assert without_tokens.token_of_slot.tolist() == [-1] * 8
+
+
+@pytest.mark.parametrize("with_experts", (False, True))
+def test_slots_that_no_token_owns_belong_to_nobody(with_experts: bool, backend: str) -> None:
+    """Every operator does what it does where these slots do not exist; what they have themselves is 0."""
+    plan, cut = slice_of_a_plan(with_experts)
+    x, rows, slots = torch.randn(3, 70), torch.randn(7, 70), torch.randn(8)
+    weights, cut_weights = (torch.randn(3, 4),) * 2 if with_experts else (slots, slots[OWNED])
+
+    def widened(values: Tensor) -> Tensor:
+        return torch.nn.functional.pad(values, (2, 2))
+
+    def same(function: Callable[..., Any], *pairs: tuple[Any, Any], by_slot: bool = False, **options: Any) -> Any:
+        found = function(*(whole for whole, _ in pairs), backend=backend, **options)
+        expected = function(*(cut for _, cut in pairs), backend=backend, **options)
+        assert_same_bits(found, widened(expected) if by_slot else expected, function.__name__)
+        return found
+
+    plans = plan, cut
+    given = slots, slots[OWNED]
+    pair = weights, cut_weights
+    same(moeroute.spread, (x, x), plans)
+    same(moeroute.spread, (x, x), plans, given)
+    same(moeroute.combine, (rows, rows), plans)
+    same(moeroute.combine, (rows, rows), plans, given)
+    same(moeroute.row_dots, (rows, rows), (x, x), plans, by_slot=True)
+    same(moeroute.slot_weights, pair, plans, by_slot=True)
+    same(moeroute.permute, (x, x), plans, pair)
+    same(moeroute.unpermute, (rows, rows), plans, pair)
+    same(moeroute.permute_backward, (rows, rows), plans, pair)
+    same(moeroute.permute_weights, pair, plans)
+    grad = torch.randn(7)
+    same(moeroute.permute_weights_backward, (grad, grad), plans, by_slot=not with_experts)
+    found = moeroute.unpermute_backward(x, rows, plan, weights, backend=backend)
+    expected = moeroute.unpermute_backward(x, rows, cut, cut_weights, backend=backend)
+    assert_same_bits(found[0], expected[0])
+    assert_same_bits(found[1], expected[1] if with_experts else widened(expected[1]))
+    # Rows of ones, weighted: the weight of each row. Through autograd too.
+    leaf = weights.clone().requires_grad_()
+    permuted = moeroute.permute_weights(leaf, plan, backend=backend)
+    assert_same_bits(permuted, moeroute.permute(torch.ones(3, 1), plan, weights, backend=backend)[:, 0])
+    permuted.backward(grad)
+    assert_same_bits(leaf.grad, moeroute.permute_weights_backward(grad, plan, backend=backend))
+
+
 # ---------------------------------------------------------------------------- out=
 
 

@@ -566,8 +566,8 @@ def slot_weights(
     """The weight of every slot, [S].
 
     weights: [T, E] where the plan has expert_of_slot (routing maps), else [T, K], else, where tokens own
-    different numbers of slots, [S]: the plan decides. A slot without an expert has weight 0. Differentiable
-    as often as you like. For [T, K] it is a view.
+    different numbers of slots, [S]: the plan decides. A slot without an expert, and one that no token owns, has
+    weight 0. Differentiable as often as you like. For [T, K] it is a view.
 
     Equivalent torch: ``weights[plan.token_of_slot, plan.expert_of_slot]``, or ``weights.flatten()``.
 
@@ -594,13 +594,20 @@ def _slot_weights_verb(
     if plan.expert_of_slot is None:
         if backend is not None:
             _module(operator, backend, weights)  # nothing for it to do, but a wrong name is an error
-        flat = weights.reshape(-1)
+        flat = _owned(weights.reshape(-1), plan)
         return flat if out is None else out.copy_(flat)
     if out is not None or backends.plain(weights):
         return _module(operator, backend, weights).slot_weights(
             weights, plan.expert_of_slot, plan.slot_offsets, out=out
         )
     return _slot_weights(weights, plan.expert_of_slot, plan.slot_offsets, backend)
+
+
+def _owned(values: Tensor, plan: RoutingPlan) -> Tensor:
+    """What the slots have, 0 for a slot that no token owns."""
+    if plan.slot_offsets is None:
+        return values
+    return torch.where(plan.token_of_slot >= 0, values, 0)
 
 
 def permute_weights(
@@ -702,7 +709,8 @@ def _slot_weights_backward_verb(
     if plan.expert_of_slot is None:
         if backend is not None:
             _module(operator, backend, grad)
-        return grad.reshape(shape) if out is None else out.copy_(grad.reshape(shape))
+        grad = _owned(grad, plan).reshape(shape)
+        return grad if out is None else out.copy_(grad)
     if out is not None or backends.plain(grad):
         return _module(operator, backend, grad).slot_weights_backward(
             grad, plan.expert_of_slot, plan.slot_offsets, *shape, accumulate, out=out

@@ -17,7 +17,8 @@ def _token_of_slot(num_slots: int, slot_offsets: Tensor | None, num_tokens: int,
     slots = torch.arange(num_slots, device=device)
     if slot_offsets is None:
         return slots // max(num_slots // max(num_tokens, 1), 1)
-    return torch.searchsorted(slot_offsets[1:].long().contiguous(), slots, right=True)
+    token = torch.searchsorted(slot_offsets[1:].long().contiguous(), slots, right=True)
+    return torch.where(slots < slot_offsets[0], num_tokens, token)
 
 
 def _slot_table(num_slots: int, slot_offsets: Tensor | None, num_tokens: int, device: torch.device) -> Tensor:

@@ -56,8 +56,9 @@ class RoutingPlan:
     | `tokens_per_expert` | int64 [E] or None | rows of each expert, without padding |
     | `rows_per_expert` | int64 [E] or None | rows of each expert, with padding; the same tensor where there is none |
 
-    With an expert range (lo, hi) the last two have hi - lo entries. Slots from `slot_offsets[T]` on,
-    if any, belong to no token.
+    With an expert range (lo, hi) the last two have hi - lo entries. Slots before `slot_offsets[0]` and from
+    `slot_offsets[T]` on, if any (a slice of a larger plan), belong to no token: nothing is copied, added up or
+    weighed for them.
 
     Three tokens choose 2 of 4 experts; the first choice of token 1 is empty:
 
@@ -121,7 +122,7 @@ class RoutingPlan:
         if self.slot_offsets is None:
             return slots // max(self.topk or 1, 1)
         token = torch.searchsorted(self.slot_offsets[1:].contiguous(), slots, right=True, out_int32=True)
-        return torch.where(token < self.num_tokens, token, -1)
+        return torch.where((token < self.num_tokens) & (slots >= self.slot_offsets[0]), token, -1)
 
     @property
     def token_of_row(self) -> Tensor:

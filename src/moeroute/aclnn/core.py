@@ -8,7 +8,7 @@ import inspect
 import operator as operators
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -395,7 +395,7 @@ def row_range(name: str, bounds: tuple[int, ...]) -> tuple[int, int]:
     return first, last
 
 
-def apart(outputs: dict[str, Tensor | None], *inputs: Tensor | None) -> None:
+def apart(outputs: Mapping[str, Tensor | None], *inputs: Tensor | None) -> None:
     """Outputs lie beside each other and beside the inputs, and their own elements do not overlap.
 
     Looked at before anything runs, so that no output is written when another one is refused.

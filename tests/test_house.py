@@ -32,7 +32,7 @@ TREES = {name_of(file): ast.parse(file.read_text()) for file in sorted(PACKAGE.r
 
 # A module imports from the floors below it only.
 FLOORS = (
-    ("check", "ops.simd", "ops.tiles"),
+    ("check", "ops.cache", "ops.simd", "ops.tiles"),
     ("backend", "memory", "ops.launch"),
     ("ops.rows", "ops.registration"),
     ("ops.differentiation", "ops.balance", "ops.replicas"),
@@ -106,7 +106,10 @@ def test_arrows_point_down(name: str) -> None:
 
 @pytest.mark.parametrize(
     "packages, own, file",
-    [(("numba", "llvmlite"), {"ops.simd", "ops.launch"}, "numba_cpu"), (("triton",), {"ops.tiles"}, "triton_gpu")],
+    [
+        (("numba", "llvmlite"), {"ops.cache", "ops.simd", "ops.launch"}, "numba_cpu"),
+        (("triton",), {"ops.tiles"}, "triton_gpu"),
+    ],
 )
 def test_only_its_backend_knows_a_compiler(packages: tuple[str, ...], own: set[str], file: str) -> None:
     knows = {

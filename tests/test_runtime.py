@@ -3,9 +3,12 @@
 import importlib.util
 import os
 import platform
+import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,3 +171,134 @@ def test_numba_that_compiles_nothing(imported: str) -> None:
     assert said.startswith("[[1, 2]]\n")
     assert f"backend must be one that is available; got 'cpu': {reason}" in said
     assert f"not available: {reason}" in said
+
+
+# ---------------------------------------------------------------------------- damaged caches
+
+
+def emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def halved(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def garbled(file: Path) -> None:
+    file.write_bytes(bytes(range(255, -1, -1)) * 9)
+
+
+def zeroed_in_the_middle(file: Path) -> None:
+    """A page that never reached the disk: of object code it leaves a pickle that looks whole."""
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 16] = bytes(16)
+    file.write_bytes(content)
+
+
+def lengthened(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\n")
+
+
+DAMAGES = (emptied, halved, garbled, zeroed_in_the_middle, lengthened)
+
+
+def add_two(x: int) -> int:
+    return x + 2
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    import numba
+
+    from moeroute.ops import cache
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache, "damaged", set())
+    monkeypatch.setattr(cache, "unwritten", None)
+    return tmp_path
+
+
+def compiled_anew() -> bool:
+    """Make and call the kernel `add_two`, as a new process does."""
+    import numba
+
+    from moeroute.ops import launch
+
+    kernel = launch.kernel(add_two)
+    assert kernel.compile((numba.int64,))(40) == 42
+    return sum(kernel.stats.cache_misses.values()) == 1
+
+
+@pytest.mark.parametrize("suffix", (".nbi", ".nbc"))
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_compiled_anew(damage: Callable[[Path], None], suffix: str, folder: Path) -> None:
+    from moeroute.ops import cache
+
+    assert compiled_anew()
+    assert not compiled_anew()
+    (file,) = folder.rglob(f"*{suffix}")
+    damage(file)
+    assert compiled_anew()
+    assert cache.damaged == {str(file)}
+    assert cache.remarks() == "; 1 damaged files, compiled anew"
+    assert not compiled_anew()
+
+
+@pytest.mark.parametrize("suffix", (".nbi", ".nbc"))
+def test_a_file_that_cannot_be_replaced(suffix: str, folder: Path) -> None:
+    from moeroute.ops import cache
+
+    assert compiled_anew()
+    (file,) = folder.rglob(f"*{suffix}")
+    file.unlink()
+    file.mkdir()
+    assert compiled_anew()
+    assert compiled_anew()
+    assert "not all could be written" in cache.remarks()
+    assert file.name in cache.remarks()
+
+
+def test_a_missing_file_is_no_damage(folder: Path) -> None:
+    from moeroute.ops import cache
+
+    assert compiled_anew()
+    (file,) = folder.rglob("*.nbc")
+    file.unlink()
+    assert compiled_anew()
+    assert not compiled_anew()
+    assert cache.remarks() == ""
+
+
+INFO = """
+    import sys, torch, moeroute
+    from moeroute import cli
+    {before}
+    plan = moeroute.plan_from_expert_ids(torch.tensor([[0, 2], [2, 1]]), 3)
+    rows = moeroute.permute(torch.tensor([[1.0], [2.0]]), plan)
+    print(moeroute.unpermute(rows, plan).tolist())
+    torch.set_num_threads(1)
+    cli.main(["info"])
+"""
+
+
+def test_a_process_with_a_damaged_cache_serves_and_says_so(tmp_path: Path) -> None:
+    def info(before: str = "pass") -> str:
+        said = run(INFO.format(before=before), NUMBA_CACHE_DIR=str(tmp_path))
+        assert said.startswith("[[2.0], [4.0]]\n")
+        (line,) = [line for line in said.splitlines() if line.startswith("kernel cache")]
+        return line.split(maxsplit=2)[2]
+
+    clean = info()
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert len(files) > 10
+    for number, file in enumerate(files):
+        DAMAGES[number % len(DAMAGES)](file)
+    assert re.fullmatch(re.escape(clean) + r"; \d+ damaged files, compiled anew", info())
+    assert info() == clean
+    pytest.importorskip("resource", reason="no limits on a process here")
+    for file in files:
+        file.unlink()
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))"
+    assert info(limit).startswith(f"{clean}; not all could be written: ")
+    assert not list(tmp_path.rglob("*.tmp.*"))

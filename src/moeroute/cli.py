@@ -136,7 +136,7 @@ def _numba_rows(warm: bool) -> list[tuple[str, str]]:
     """The threading layer shows after the first parallel call, so one is made."""
     import time
 
-    from moeroute.ops import launch
+    from moeroute.ops import cache, launch
 
     for room in ("gating", "planning", "permutation"):
         backends.module(room, "cpu")
@@ -152,8 +152,8 @@ def _numba_rows(warm: bool) -> list[tuple[str, str]]:
     refusal = launch.threads_refusal()
     layer = launch.threading_layer() or "not started (one thread)" if refusal is None else f"none: {refusal}"
     folder = launch.cache_folder()
-    cache = f"none: {launch.cache_refusal}" if folder is None else folder
-    return [*rows, ("threading layer", layer), ("kernel cache", cache)]
+    kept = f"none: {launch.cache_refusal}" if folder is None else folder + cache.remarks()
+    return [*rows, ("threading layer", layer), ("kernel cache", kept)]
 
 
 # ---------------------------------------------------------------------------- demo

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numba
 import torch
 
-from moeroute.ops import simd
+from moeroute.ops import cache, simd
 
 # Below this many bytes moved (or comparable work) two threads cost more than they bring: waking
 # them takes some 5 µs, in which one thread moves about 64 KiB.
@@ -40,12 +40,12 @@ if hasattr(os, "register_at_fork"):
 
 def _jit(function: Callable[..., Any], parallel: bool) -> Any:
     global cache_refusal
-    options = {"nogil": True, "error_model": "numpy", "parallel": parallel}
+    dispatcher = numba.njit(nogil=True, error_model="numpy", parallel=parallel)(function)
     try:
-        return numba.njit(cache=True, **options)(function)
+        dispatcher._cache = cache.Cache(function)
     except RuntimeError as error:  # no writable cache folder: every process compiles anew
         cache_refusal = str(error)
-        return numba.njit(**options)(function)
+    return dispatcher
 
 
 def kernel(function: Callable[..., Any]) -> Any:

@@ -3,13 +3,16 @@
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numba
 import pytest
 import torch
 from torch import Tensor
@@ -460,6 +463,29 @@ def test_after_fork() -> None:
     child.join(timeout=60)
     assert child.exitcode == 0
     assert_same_bits(torch.tensor(values).reshape(expected.shape), expected)
+
+
+def test_a_fork_while_another_thread_compiles() -> None:
+    """The child compiles too; the thread that had Numba's lock is not there to give it back."""
+    from moeroute.ops.launch import global_compiler_lock
+
+    held = threading.Event()
+
+    def hold() -> None:
+        with global_compiler_lock:
+            held.set()
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(0 if numba.njit(lambda x: x + 1)(1) == 2 else 1)
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert numba.njit(lambda x: x + 2)(1) == 3
 
 
 class Routed(Dataset[Tensor]):

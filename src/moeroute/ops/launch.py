@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numba
 import torch
+from numba.core.compiler_lock import global_compiler_lock
 
 from moeroute.ops import cache, simd
 
@@ -32,10 +33,16 @@ def _after_fork() -> None:
     global _forked, _lock
     _forked = True
     _lock = threading.Lock()
+    global_compiler_lock.release()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    # A fork waits for a kernel that another thread compiles or loads: the child could never compile one.
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=_after_fork,
+    )
 
 
 def _jit(function: Callable[..., Any], parallel: bool) -> Any:

@@ -9,6 +9,7 @@ Imported inside the library only; `attach` is called once, with the library's ow
 
 import itertools
 import math
+import os
 import threading
 import traceback
 from bisect import bisect_right, insort
@@ -202,6 +203,7 @@ class State:
 
 _state = State()
 _lock = threading.RLock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _numbers = itertools.count(0x6D6F_0000_0000_0010, 16)  # no address on any machine of today
 
 

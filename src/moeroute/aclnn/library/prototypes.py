@@ -188,23 +188,38 @@ class Prototype:
     @property
     def in_python(self) -> str:
         """The function that Python answers: a status comes back plus one, so that 0 means nobody answered."""
-        parameters = ", ".join(f"{in_python(kind)} {name}" for kind, name in self.parameters)
-        return f"{'int' if self.returns_status else 'uintptr_t'} moeroute_{self.name}({parameters or 'void'})"
+        return f"{self._answer} moeroute_{self.name}({self._python_parameters})"
+
+    @property
+    def _answer(self) -> str:
+        return "int" if self.returns_status else "uintptr_t"
+
+    @property
+    def _python_parameters(self) -> str:
+        return ", ".join(f"{in_python(kind)} {name}" for kind, name in self.parameters) or "void"
 
     @property
     def wrapper(self) -> str:
+        """The C function: it looks once for what Python answers, and calls it."""
         arguments = ", ".join(f"({in_python(kind)}){name}" for kind, name in self.parameters)
-        call = f"moeroute_acl_start() ? 0 : moeroute_{self.name}({arguments})"
         if self.returns_status:
-            body = f"    int answer = {call};\n    return answer ? answer - 1 : {self.failure};\n"
+            result = f"answer ? (int)answer - 1 : {self.failure}"
         elif self.name == "aclGetRecentErrMsg":
-            body = (
-                f"    const char *answer = (const char *)({call});\n"
-                "    return answer ? answer : moeroute_acl_failure();\n"
-            )
+            result = "answer ? (const char *)answer : moeroute_acl_failure()"
         else:
-            body = f"    return ({self.returns})({call});\n"
-        return f"EXPORT {self.in_c}\n{{\n{body}}}\n"
+            result = f"({self.returns})answer"
+        return f"""EXPORT {self.in_c}
+{{
+    typedef {self._answer} (*function)({self._python_parameters});
+    static function known;
+    function ask = __atomic_load_n(&known, __ATOMIC_ACQUIRE);
+    uintptr_t answer;
+    if (!ask)
+        __atomic_store_n(&known, ask = (function)moeroute_acl_find("moeroute_{self.name}"), __ATOMIC_RELEASE);
+    answer = ask ? (uintptr_t)ask({arguments}) : 0;
+    return {result};
+}}
+"""
 
 
 def in_python(kind: str) -> str:

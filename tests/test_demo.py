@@ -1,6 +1,8 @@
 """The demo, small: both runs end to end, Ctrl-C, and the parts on which its comparison stands."""
 
+import dataclasses
 import functools
+import importlib.util
 import io
 import json
 import os
@@ -36,7 +38,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "Model", functools.partial(demo.Model, **demo.dataclasses.asdict(SMALL)))
+    monkeypatch.setattr(demo, "Model", functools.partial(demo.Model, **dataclasses.asdict(SMALL)))
 
 
 def pixels(path: Path) -> Any:
@@ -95,7 +97,7 @@ sys.exit(demo.run(steps=100000, threads=1, out={out!r}))
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_interrupt(tmp_path: Path) -> None:
-    script = INTERRUPTED.format(model=demo.dataclasses.asdict(SMALL), out=str(tmp_path))
+    script = INTERRUPTED.format(model=dataclasses.asdict(SMALL), out=str(tmp_path))
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -193,8 +195,8 @@ def test_interrupt_while_saving(
 def test_missing_package(
     missing: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    find = demo.importlib.util.find_spec
-    monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None if name in missing else find(name))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
     assert demo.run(steps=1, out=tmp_path) == 1
     shown = capsys.readouterr().err
     assert f"moeroute demo needs {' and '.join(missing)}: pip install 'moeroute[demo]'" in shown
@@ -335,7 +337,9 @@ def test_corpus() -> None:
 
 def test_routing_timer_counts_what_lies_outside_the_experts() -> None:
     layer = MoE(32, 16, 4, 2)
-    reference = [p.clone() for p in torch.autograd.grad(layer(torch.ones(6, 32)).square().sum(), layer.parameters())]
+    reference = [
+        p.clone() for p in torch.autograd.grad(layer(torch.ones(6, 32)).square().sum(), list(layer.parameters()))
+    ]
     timer = demo.RoutingTimer()
     timer.watch(layer)
     routing, experts = layer.router.forward, layer.experts.forward
@@ -355,8 +359,8 @@ def test_routing_timer_counts_what_lies_outside_the_experts() -> None:
         return lambda x, *rest: function(Wait.apply(x), *rest)
 
     for router_wait, expert_wait, expected in (((0.06, 0.1), (0.0, 0.0), 0.16), ((0.0, 0.0), (0.4, 0.4), 0.0)):
-        layer.router.forward = slow(routing, *router_wait)
-        layer.experts.forward = slow(experts, *expert_wait)
+        layer.router.forward = slow(routing, *router_wait)  # type: ignore[method-assign]
+        layer.experts.forward = slow(experts, *expert_wait)  # type: ignore[method-assign]
         timer.take()
         x = torch.ones(6, 32).requires_grad_()
         _, *gradients = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])

@@ -130,7 +130,7 @@ def calls(sizes: str) -> dict[str, Call]:
     entries = torch.randint(0, max(T, 1), (T * K,), generator=generator, dtype=torch.int32)
     offsets = torch.arange(0, T * K + 1, K, dtype=torch.int32)
     mask = torch.rand(T, generator=generator) < 0.3
-    any_ids = {"expert_ids": INTEGERS}
+    any_ids: dict[str, tuple[torch.dtype, ...]] = {"expert_ids": INTEGERS}
     gating = moeroute.gating_topk
     backward = moeroute.gating_topk_backward
     from_ids, from_map = moeroute.plan_from_expert_ids, moeroute.plan_from_routing_map

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -164,11 +164,11 @@ ALIASES: dict[str, Callable[[Tensor], Any]] = {
     "parameter": lambda t: torch.nn.Parameter(t),
     "storage": lambda t: t.untyped_storage(),
     "numpy": lambda t: t.numpy()[3:4, ::2],
-    "buffer": lambda t: memoryview(t.numpy()),
+    "buffer": lambda t: memoryview(t.numpy()),  # type: ignore[arg-type]
     "numpy dlpack": lambda t: np.from_dlpack(t),
-    "torch dlpack": lambda t: torch.from_dlpack(t.numpy()),
-    "capsule": lambda t: torch.utils.dlpack.to_dlpack(t),
-    "shared storage": lambda t: torch.empty(0).set_(t.untyped_storage(), 17, (3,)),
+    "torch dlpack": lambda t: torch.from_dlpack(t.numpy()),  # type: ignore[attr-defined]
+    "capsule": lambda t: torch.utils.dlpack.to_dlpack(t),  # type: ignore[attr-defined]
+    "shared storage": lambda t: torch.empty(0).set_(t.untyped_storage(), 17, (3,)),  # type: ignore[call-overload]
     "graph": lambda t: torch.ones_like(t, requires_grad=True).mul(t).sum(),
     "closure": lambda t: lambda: t,
 }  # fmt: skip
@@ -182,7 +182,7 @@ def test_what_sees_the_memory_keeps_it(alias: str, poison: memory._Pool) -> None
     del rows
     gc.collect()
     assert all(make(0.0).data_ptr() != address for _ in range(3))
-    again = torch.empty(0).set_(block_at(poison, address), 0, (256, 1024))
+    again = torch.empty(0).set_(block_at(poison, address), 0, (256, 1024))  # type: ignore[call-overload]
     all_equal(again, 7.0)
     del again, seer
     assert any(held.data_ptr() == address for held in [make(0.0) for _ in range(3)])
@@ -252,11 +252,11 @@ def test_a_cycle_gives_its_block_back() -> None:
 
 class Doubled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return torch.mul(x, 2, out=memory.empty(x.shape, x.dtype))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         return torch.mul(grad, 2, out=memory.empty(grad.shape, grad.dtype))
 
 
@@ -295,10 +295,11 @@ def test_distributed_wrappers() -> None:
         return weight.full_tensor() if isinstance(weight, torch.distributed.tensor.DTensor) else weight
 
     expected = train(Model())
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         assert_close(train(DistributedDataParallel(Model())), expected, rtol=0, atol=0)
-        assert_close(train(fully_shard(Model())), expected, rtol=0, atol=0)
+        assert_close(train(cast(Model, fully_shard(Model()))), expected, rtol=0, atol=0)
     finally:
         torch.distributed.destroy_process_group()
 

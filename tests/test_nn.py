@@ -4,6 +4,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,7 +154,7 @@ def test_rows_beyond_the_segments_are_never_read(sizes: list[int]) -> None:
     for poison in (float("nan"), 7.0):
         rows[live:], grad[live:] = poison, poison
         leaves = tuple(t.clone().requires_grad_() for t in (rows, weight, bias))
-        output = grouped_linear(*leaves[:2], sizes, leaves[2])
+        output = grouped_linear(leaves[0], leaves[1], sizes, leaves[2])
         grad_rows, grad_weight, grad_bias = torch.autograd.grad(output, leaves, grad)
         torch.testing.assert_close(output[live:], torch.zeros(5 - live, 4), rtol=0, atol=0)
         torch.testing.assert_close(grad_rows[live:], torch.zeros(5 - live, 3), rtol=0, atol=0)
@@ -202,7 +203,7 @@ def test_forward_mode_has_the_right_tangents() -> None:
         return grouped_linear(rows, weight, [3, 1], bias).sin()
 
     primals, tangents = (rows, weight), (rows.cos(), weight.cos())
-    _, got = torch.func.jvp(function, primals, tangents)
+    got = torch.func.jvp(function, primals, tangents)[1]
     expected = torch.cat((rows[:3] @ weight[0].T, rows[3:4] @ weight[1].T, torch.zeros(1, 4, dtype=torch.float64)))
     change = torch.cat((
         rows[:3].cos() @ weight[0].T + rows[:3] @ weight[0].cos().T,
@@ -366,14 +367,14 @@ def test_losses_of_the_routing() -> None:
         torch.testing.assert_close(
             routing.statistics().loss(),
             load_balancing_loss(probabilities[:7], ids[:7]),
-            msg=lambda m, s=score: f"{s}: {m}",
+            msg=partial("{}: {}".format, score),
         )
         torch.testing.assert_close(routing.z_loss(), router_z_loss(logits[:7]))
         got = torch.autograd.grad(routing.statistics().loss() + routing.z_loss(), layer.router.weight)
         wanted = torch.autograd.grad(
             load_balancing_loss(probabilities[:7], ids[:7]) + router_z_loss(logits[:7]), layer.router.weight
         )
-        torch.testing.assert_close(got, wanted, msg=lambda m, s=score: f"{s}: {m}")
+        torch.testing.assert_close(got, wanted, msg=partial("{}: {}".format, score))
 
 
 def test_second_derivatives_of_the_layer() -> None:
@@ -386,7 +387,7 @@ def test_second_derivatives_of_the_layer() -> None:
 def test_forward_mode_of_the_layer() -> None:
     layer = make_layer(torch.float64)
     x, direction = make_input(5, dtype=torch.float64), make_input(5, dtype=torch.float64, seed=9)
-    _, tangent = torch.func.jvp(layer, (x,), (direction,))
+    tangent = torch.func.jvp(layer, (x,), (direction,))[1]
     jacobian = torch.autograd.functional.jacobian(layer, x)
     torch.testing.assert_close(tangent, torch.einsum("thuk,uk->th", jacobian, direction))
 
@@ -416,7 +417,7 @@ def test_identical_experts_equal_a_dense_mlp() -> None:
 def test_a_token_does_not_depend_on_its_neighbours() -> None:
     # B166, for the part that is routing: experts that are no matrix product, 64-aligned segments.
     layer = make_layer(align=64, k=3)
-    layer.experts.forward = lambda rows, sizes: rows * 3  # type: ignore[method-assign]
+    layer.experts.forward = lambda rows, rows_per_expert: rows * 3  # type: ignore[method-assign]
     shared = make_input(1)
     first = layer(torch.cat((shared, make_input(3, seed=2))))
     second = layer(torch.cat((make_input(70, seed=3), shared)))
@@ -497,7 +498,7 @@ def test_replay() -> None:
     got = torch.autograd.grad(output.sum(), [*layer.parameters()])
     exact = torch.autograd.grad(expected.sum(), [*wide.values()])
     for name, actual, wanted in zip(wide, got, exact, strict=True):
-        torch.testing.assert_close(actual, wanted, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(actual, wanted, msg=partial("{}: {}".format, name))
 
 
 # ---------------------------------------------------------------------------- a citizen of PyTorch
@@ -547,7 +548,7 @@ def test_expert_bias_stays_float32() -> None:
         bias = layer.router.expert_bias
         assert bias is not None
         bias.copy_(values)
-        layer = cast(layer)
+        layer = cast(layer)  # type: ignore[assignment]
         bias = layer.router.expert_bias
         assert bias is not None
         assert layer.router.weight.dtype in (torch.bfloat16, torch.float16)
@@ -705,32 +706,32 @@ ROWS, WEIGHT = torch.randn(4, 3), torch.randn(2, 5, 3)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: grouped_linear([1.0], WEIGHT, [1, 1]), TypeError, "grouped_linear: rows must be a torch.Tensor; got list"),
-        (lambda: grouped_linear(ROWS, 3, [1, 1]), TypeError, "weight must be a torch.Tensor; got int"),
+        (lambda: grouped_linear([1.0], WEIGHT, [1, 1]), TypeError, "grouped_linear: rows must be a torch.Tensor; got list"),  # type: ignore[arg-type]
+        (lambda: grouped_linear(ROWS, 3, [1, 1]), TypeError, "weight must be a torch.Tensor; got int"),  # type: ignore[arg-type]
         (lambda: grouped_linear(ROWS.int(), WEIGHT, [1, 1]), TypeError, "rows must be float16, bfloat16, float32 or float64; got torch.int32"),
         (lambda: grouped_linear(ROWS[0], WEIGHT, [1, 1]), ValueError, r"rows must be \[R, I\]; got shape \[3\]"),
         (lambda: grouped_linear(ROWS, WEIGHT[0], [1, 1]), ValueError, r"weight must be \[E, O, I\] with I = 3, as rows; got shape \[5, 3\]"),
         (lambda: grouped_linear(ROWS, WEIGHT[..., :2], [1, 1]), ValueError, "weight must be .* I = 3"),
         (lambda: grouped_linear(ROWS, WEIGHT.double(), [1, 1]), TypeError, "weight must be torch.float32, as rows; got torch.float64"),
         (lambda: grouped_linear(ROWS, WEIGHT.to("meta"), [1, 1]), ValueError, "weight must be on cpu, as rows; got meta"),
-        (lambda: grouped_linear(ROWS, WEIGHT, [1, 1], 3), TypeError, "bias must be a torch.Tensor; got int"),
+        (lambda: grouped_linear(ROWS, WEIGHT, [1, 1], 3), TypeError, "bias must be a torch.Tensor; got int"),  # type: ignore[arg-type]
         (lambda: grouped_linear(ROWS, WEIGHT, [1, 1], torch.zeros(5)), ValueError, r"bias must be \[E, O\] = \[2, 5\], as weight; got shape \[5\]"),
         (lambda: grouped_linear(ROWS, WEIGHT, [1, 1], torch.zeros(2, 5).half()), TypeError, "bias must be torch.float32, as rows; got torch.float16"),
         (lambda: grouped_linear(ROWS, WEIGHT, [1, 1], torch.zeros(2, 5, device="meta")), ValueError, "bias must be on cpu, as rows; got meta"),
         (lambda: grouped_linear(ROWS, WEIGHT, [1]), ValueError, r"sizes must be \[E\] with E = 2, as weight; got shape \[1\]"),
-        (lambda: grouped_linear(ROWS, WEIGHT, [1.0, 2.0]), TypeError, "sizes must be an int; got float"),
+        (lambda: grouped_linear(ROWS, WEIGHT, [1.0, 2.0]), TypeError, "sizes must be an int; got float"),  # type: ignore[list-item]
         (lambda: grouped_linear(ROWS, WEIGHT, torch.tensor([1.0, 2.0])), TypeError, "sizes must be torch.int64"),
         (lambda: grouped_linear(ROWS, WEIGHT, [-1, 2]), ValueError, r"sizes must be at least 0 each and no more than the 4 rows in all; got \[-1, 2\]"),
         (lambda: grouped_linear(ROWS, WEIGHT, [3, 2]), ValueError, r"sizes must be .*; got \[3, 2\]"),
-        (lambda: grouped_linear(ROWS, WEIGHT, None), TypeError, "nn.grouped_linear: sizes must be an int64 tensor or a sequence of ints; got NoneType"),
-        (lambda: grouped_linear(ROWS, WEIGHT, 3), TypeError, "sizes must be an int64 tensor or a sequence of ints; got int"),
+        (lambda: grouped_linear(ROWS, WEIGHT, None), TypeError, "nn.grouped_linear: sizes must be an int64 tensor or a sequence of ints; got NoneType"),  # type: ignore[arg-type]
+        (lambda: grouped_linear(ROWS, WEIGHT, 3), TypeError, "sizes must be an int64 tensor or a sequence of ints; got int"),  # type: ignore[arg-type]
         (lambda: grouped_linear(ROWS, WEIGHT, [10**30, 0]), ValueError, "sizes must be .* no more than the 4 rows"),
         (lambda: grouped_linear(ROWS, WEIGHT, torch.tensor([3, 2])), ValueError, r"sizes must be .*; got \[3, 2\]"),
         (lambda: grouped_linear(ROWS, WEIGHT, torch.tensor([-1, 2])), ValueError, r"sizes must be .*; got \[-1, 2\]"),
         (lambda: grouped_linear(ROWS, WEIGHT, torch.tensor([1, 2]).to("meta")), ValueError, "sizes must be on cpu or the CPU; got meta"),
         (lambda: MoE(8, 8, 4, 2, backend="nope"), ValueError, "nn.MoE: backend must be one of 'reference', 'cpu', .*; got 'nope'"),
         (lambda: Router(8, 4, 2, backend="nope"), ValueError, "nn.Router: backend must be one of"),
-        (lambda: MoE(8, 8, 4, 2, shared_expert=3), TypeError, "shared_expert must be a torch.nn.Module or None; got int"),
+        (lambda: MoE(8, 8, 4, 2, shared_expert=3), TypeError, "shared_expert must be a torch.nn.Module or None; got int"),  # type: ignore[arg-type]
         (lambda: MoE(8, 8, 4, 2, dtype=torch.int32), TypeError, "nn.MoE: dtype must be one of .*; got torch.int32"),
         (lambda: MoE(8, 8, 4, 2, device="nowhere"), ValueError, "nn.MoE: device must be one that torch knows; got 'nowhere'"),
         (lambda: MoE(8, 8, 10**30, 2), ValueError, "num_experts must be at most 2147483647"),
@@ -744,7 +745,7 @@ ROWS, WEIGHT = torch.randn(4, 3), torch.randn(2, 5, 3)
         (lambda: MoE(8, 8, 4, 2, drop="last"), ValueError, "nn.MoE: drop must be one of 'position', 'weight'; got 'last'"),
         (lambda: MoE(8, 8, 4, 2, align=0), ValueError, "align must be at least 1; got 0"),
         (lambda: MoE(8, 8, 4, 2, capacity_factor=-1.0), ValueError, "capacity_factor must be at least 0; got -1.0"),
-        (lambda: MoE(8, 8, 4, 2, capacity_factor="1"), TypeError, "capacity_factor must be a float; got str"),
+        (lambda: MoE(8, 8, 4, 2, capacity_factor="1"), TypeError, "capacity_factor must be a float; got str"),  # type: ignore[arg-type]
         (lambda: Router(0, 4, 2), ValueError, "nn.Router: hidden_size must be at least 1"),
         (lambda: Experts(0, 4, 2), ValueError, "nn.Experts: num_experts must be at least 1"),
         (lambda: LAYER(3), TypeError, "nn.MoE: x must be a torch.Tensor; got int"),
@@ -772,8 +773,8 @@ def test_bad_input(call: Callable[[], Any], error: type[Exception], message: str
         call()
 
 
-LAYER = make_layer()
-X = make_input(2, 3)
+LAYER: MoE = make_layer()
+X: Tensor = make_input(2, 3)
 
 
 def test_repr() -> None:
@@ -797,14 +798,15 @@ def test_padding_reaches_no_gradient(score: str, value: float) -> None:
     def loss_of(output: Tensor, routing: Routing, upstream: Tensor) -> Tensor:
         return (output * upstream).sum() + routing.statistics().loss() + routing.z_loss()
 
-    loss_of(*layer(live, return_routing=True), upstream[~mask]).backward()
+    output, routing = layer(live, return_routing=True)
+    loss_of(output, routing, upstream[~mask]).backward()
     expected = {name: weight.grad for name, weight in layer.named_parameters()}
     layer.zero_grad()
     output, routing = layer(x, padding_mask=mask, return_routing=True)
     assert output[mask].tolist() == torch.zeros(2, HIDDEN).tolist()
     loss_of(output, routing, upstream).backward()
     for name, weight in layer.named_parameters():
-        torch.testing.assert_close(weight.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(weight.grad, expected[name], msg=partial("{}: {}".format, name))
     assert x.grad is not None
     assert live.grad is not None
     torch.testing.assert_close(x.grad[~mask], live.grad)

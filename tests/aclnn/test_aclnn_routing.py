@@ -242,11 +242,12 @@ def test_init_and_finalize_routing(
             row_of_slot.append(expert * capacity + used[expert] if fits else -1)
             if expert >= 0:
                 used[expert] += 1
-        count, shape = num_experts * capacity, (num_experts, capacity, hidden)
+        count = num_experts * capacity
+        shape: tuple[int, ...] = num_experts, capacity, hidden
     else:
         row_of_slot = rows_by_expert(flat)
         count = min(active, slots) if active else slots
-        shape = (count, hidden)
+        shape = count, hidden
     counts = [flat.count(expert) for expert in range(num_experts)]
     flag = int(integers(generator, 0, 3))
 
@@ -285,8 +286,8 @@ def test_init_and_finalize_routing(
     grad = normal(generator, num_tokens, hidden, dtype=dtype)
     spread_grad = grad.double().repeat_interleave(topk, 0)
     rows_out, scales_out = poison(*shape, dtype=dtype), poison(num_tokens, topk, dtype=scales_dtype)
-    arguments = grad, indices, y, scales, ids, bias, int(drop), active, num_experts, capacity, rows_out, scales_out
-    run("MoeFinalizeRoutingV2Grad", *arguments)
+    finalize = grad, indices, y, scales, ids, bias, int(drop), active, num_experts, capacity, rows_out, scales_out
+    run("MoeFinalizeRoutingV2Grad", *finalize)
     close(
         rows_out.reshape(count, hidden),
         placed(spread_grad * scales.double().reshape(-1, 1), row_of_slot, count),

@@ -629,7 +629,10 @@ def test_without_probs_their_partners_are_not_read(
     subtests: pytest.Subtests, name: str, padded: bool, choice: int
 ) -> None:
     """The result is that of nulls, and what comes with them stays as it is."""
-    mode = {"paddedMode" if "paddedMode" in SIGNATURES[name].names else "dropAndPad": padded, "probsOptional": None}
+    mode: dict[str, Any] = {
+        "paddedMode" if "paddedMode" in SIGNATURES[name].names else "dropAndPad": padded,
+        "probsOptional": None,
+    }
     if padded:
         mode |= {key: i32([0, 2, 2, 1, 1, 0]) for key in ("sortedIndices", "permuteTokenId") if key in GOOD[name]()}
     tokens = {
@@ -738,14 +741,25 @@ def test_the_bits_are_those_of_the_core(
     assert_same_bits((rows, row_probs, indices), (*expected, plan.row_of_slot))
     out, token_ids = poison(num_tokens, hidden, dtype=dtype), empty_ids(slots)
     slot_probs = poison(slots, dtype=probs_dtype)
-    arguments = y, indices, routing_map, dense, False, None, out, empty_ids(slots), token_ids, slot_probs
+    arguments: tuple[Any, ...] = (
+        y,
+        indices,
+        routing_map,
+        dense,
+        False,
+        None,
+        out,
+        empty_ids(slots),
+        token_ids,
+        slot_probs,
+    )
     run("MoeTokenUnpermuteWithRoutingMap", *arguments)
     assert_same_bits(out, moeroute.unpermute(y, plan, dense, **with_reference))
     rows_out, probs_out = poison(slots, hidden, dtype=dtype), poison(num_tokens, num_experts, dtype=probs_dtype)
     arguments = x, indices, token_ids, routing_map, y, dense, False, None, rows_out, probs_out
     run("MoeTokenUnpermuteWithRoutingMapGrad", *arguments)
-    expected = moeroute.unpermute_backward(x, y, plan, dense, accumulate=False, **with_reference)
-    assert_same_bits((rows_out, probs_out), expected)
+    both = moeroute.unpermute_backward(x, y, plan, dense, accumulate=False, **with_reference)
+    assert_same_bits((rows_out, probs_out), both)
     arguments = y, row_probs, indices, routing_map, num_experts, num_tokens, False, out, probs_out
     run("MoeTokenPermuteWithRoutingMapGrad", *arguments, workspace=16 * 2**20)
     assert_same_bits(out, moeroute.permute_backward(y, plan, **with_reference))

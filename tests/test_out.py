@@ -6,6 +6,7 @@ has no counter, so that torch refuses it outside inference mode; so do we.
 """
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import moeroute
 from aclnn_calls import GOOD, SIXTEEN_MIB, run
-from moeroute import aclnn
+from moeroute import aclnn, check
 from moeroute.aclnn.signatures import SIGNATURES
 from moeroute.testing import assert_same_bits
 
@@ -178,3 +179,48 @@ def test_aclnn_outputs(name: str) -> None:
         status = first(**{**arguments, argument: inference})[0]
         assert status == 161002
         assert f"{argument} must be no inference tensor" in aclnn.aclGetRecentErrMsg()
+
+
+# ---------------------------------------------------------------------------- elements that share memory
+
+
+def elements_meet(tensor: Tensor) -> bool:
+    """By counting: fewer places than elements."""
+    places = itertools.product(*map(range, tensor.shape))
+    addresses = {sum(i * stride for i, stride in zip(place, tensor.stride(), strict=True)) for place in places}
+    return len(addresses) < tensor.numel()
+
+
+def test_up_to_two_dimensions_the_answer_is_exact() -> None:
+    memory = torch.zeros(256)
+    for rank in (1, 2):
+        for shape in itertools.product(range(6), repeat=rank):
+            for strides in itertools.product(range(8), repeat=rank):
+                view = memory.as_strided(shape, strides)
+                assert check.overlaps_itself(view) == elements_meet(view), f"{shape} {strides}"
+                thick = memory.as_strided((*shape, 1), (*strides, 3))  # a third dimension of size 1 changes nothing
+                assert check.overlaps_itself(thick) == elements_meet(view), f"{shape} {strides}"
+
+
+def test_with_more_dimensions_no_overlap_is_missed() -> None:
+    memory = torch.zeros(256)
+    for shape in ((2, 2, 2), (2, 3, 4), (3, 1, 2, 2)):
+        for strides in itertools.product(range(7), repeat=len(shape)):
+            view = memory.as_strided(shape, strides)
+            assert check.overlaps_itself(view) or not elements_meet(view), f"{shape} {strides}"
+    whole = torch.zeros(4, 5, 6, 7)
+    for order in itertools.permutations(range(4)):
+        for step in (1, 2, 3):
+            assert not check.overlaps_itself(whole.permute(order)[1:, ::step, :2, ::step]), f"{order} {step}"
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_outputs_whose_elements_meet(name: str) -> None:
+    call, shapes = WAYS[name]
+    for i, (dtype, shape) in enumerate(shapes):
+        outs = list(made(shapes))
+        strides = (1, 1) if len(shape) == 2 else (0,)
+        outs[i] = torch.zeros(64, dtype=dtype).as_strided(shape, strides)
+        with pytest.raises(ValueError, match=r"out.* must be a tensor whose elements do not overlap; got strides"):
+            call(tuple(outs))
+        assert all(bool((out == 0).all()) for out in outs)

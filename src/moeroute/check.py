@@ -5,6 +5,7 @@
 `wrong_*` build the exception and the caller raises it, so the good path formats nothing.
 """
 
+import math
 import sys
 from typing import Any
 
@@ -133,6 +134,29 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return first, first + (reach + 1) * tensor.element_size()
 
 
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two of the tensor's elements may share memory: never False where they do.
+
+    Exact for up to two dimensions of more than one element. With more of them each dimension must step over all that
+    the ones with smaller strides reach, as in every view that slicing and transposing make; what interleaves in
+    another way counts as overlapping.
+    """
+    if tensor.numel() == 0 or tensor.is_contiguous():
+        return False
+    steps = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1)
+    if len(steps) == 2:
+        (small, rows), (large, columns) = steps
+        # Elements meet where a steps of the one are b steps of the other; a / b cancelled is the first such place.
+        common = math.gcd(small, large)
+        return small == 0 or (large // common < rows and small // common < columns)
+    reach = 0
+    for stride, size in steps:
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
 def _rows(tensor: Tensor) -> tuple[int, int]:
     """Bytes from one row to the next, and bytes of a row; stride 0 where the tensor is no such table."""
     size = tensor.element_size()
@@ -178,7 +202,7 @@ def writable(operator: str, argument: str, out: Tensor, *inputs: Tensor | None) 
         raise wrong_value(operator, argument, "no inference tensor outside torch.inference_mode()", "one")
     if out.is_conj() or out.is_neg():
         raise wrong_value(operator, argument, "a tensor without lazy conjugation or negation", "one with it")
-    if torch._debug_has_internal_overlap(out) == 1:
+    if overlaps_itself(out):
         raise wrong_value(operator, argument, "a tensor whose elements do not overlap", f"strides {out.stride()}")
     low, high = span(out)
     if low == 0 and high:  # on meta, or its storage was given back

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moeroute.aclnn.signatures import SIGNATURES, Parameter
-from moeroute.check import overlap, span
+from moeroute.check import overlap, overlaps_itself, span
 from moeroute.ops.planning.op import RoutingPlan
 
 # ---------------------------------------------------------------------------- status codes
@@ -406,7 +406,7 @@ def apart(outputs: Mapping[str, Tensor | None], *inputs: Tensor | None) -> None:
             continue
         if out.is_inference() and not torch.is_inference_mode_enabled():
             raise wrong(name, "no inference tensor outside torch.inference_mode()", "one")
-        if torch._debug_has_internal_overlap(out) == 1:
+        if overlaps_itself(out):
             raise wrong(name, "a tensor whose elements do not overlap", f"strides {list(out.stride())}")
         low, high = span(out)
         if any(first < high and low < last and overlap(out, other) for other, first, last in taken):

@@ -167,6 +167,10 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
         "probsOptional": ones(3, 2), "paddedMode": False, "restoreShapeOptional": None, "rangeOptional": [1, 5],
         "topkNum": 2, "permutedTokensGradOut": poison(4, 2), "probsGradOut": poison(3, 2),
     },
+    "MoeInitRouting": lambda: {
+        "x": ones(3, 2), "rowIdx": i32([[0, 3], [1, 4], [2, 5]]), "expertIdx": i32([[1, 2], [0, 1], [0, 2]]), "activeNum": 2,
+        "expandedXOut": poison(4, 2), "expandedRowIdxOut": empty_ids(6), "expandedExpertIdxOut": empty_ids(6),
+    },
     "MoeInitRoutingV2": lambda: {
         "x": ones(3, 2), "expertIdx": i32([[1, 2], [0, 1], [0, 2]]), "activeNum": 0, "expertCapacity": 2, "expertNum": 3,
         "dropPadMode": 0, "expertTokensCountOrCumsumFlag": 1, "expertTokensBeforeCapacityFlag": False,

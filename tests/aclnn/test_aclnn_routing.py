@@ -1,4 +1,4 @@
-"""MoeInitRoutingV2 and MoeFinalizeRoutingV2 with their gradients."""
+"""The MoeInitRouting and MoeFinalizeRouting operators and their gradients."""
 
 from typing import Any
 
@@ -8,10 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aclnn_calls import (
+    FLOATS,
     GOOD,
     INNER_NULL,
     INVALID,
     NULL,
+    TILING,
     X34,
     call_refused,
     cases,
@@ -39,6 +41,32 @@ from aclnn_drawn import (
 )
 
 # ---------------------------------------------------------------------------- worked numbers
+
+
+COLUMNS = [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize("active", range(5))
+def test_init_routing_by_column(active: int) -> None:
+    """activeNum counts tokens, not rows; the index outputs are never cut."""
+    kept = 2 * min(active, 3)
+    expanded, indices, experts = poison(kept, 4), empty_ids(6), empty_ids(6)
+    ids = i32([[1, 2], [0, 1], [0, 2]])
+    run("MoeInitRouting", f32(X34), i32(COLUMNS), ids, active, expanded, indices, experts)
+    same(indices, [2, 0, 1, 4, 3, 5])
+    same(experts, [0, 0, 1, 1, 2, 2])
+    same(expanded, f32([X34[t] for t in (1, 2, 0, 1, 0, 2)][:kept]).reshape(kept, 4))
+
+
+def test_init_routing_by_column_of_wild_numbers() -> None:
+    """Row numbers outside 0..T * K - 1 write nowhere; a number that nobody has is row -1."""
+    expanded, indices, experts = poison(6, 4), empty_ids(6), empty_ids(6)
+    numbers = i32([[2**31 - 1, 3], [-(2**31), 4], [6, -1]])
+    run("MoeInitRouting", f32(X34), numbers, i32([[1, 2], [0, 1], [0, -5]]), 3, expanded, indices, experts)
+    same(experts, [-5, 0, 0, 1, 1, 2])
+    same(indices, [-1, -1, -1, 5, 4, -1])
+    zero = [0.0] * 4
+    same(expanded, [zero, zero, zero, zero, X34[1], X34[0]])
 
 
 def test_init_routing_of_the_document() -> None:
@@ -171,6 +199,16 @@ def test_finalize_routing_grad_gives_a_dropped_slot_nothing() -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], int]] = [
     *(
+        ("MoeInitRouting", changes, TILING)
+        for changes in (
+            {"x": ones(6)}, {"rowIdx": i32([0, 1, 2])}, {"rowIdx": i32([[0, 1]])}, {"expertIdx": i32([0, 1, 2, 3, 4, 5])},
+            {"x": ones(2, 2)}, {"activeNum": -1}, {"expandedXOut": poison(8)}, {"expandedRowIdxOut": empty_ids(6, 1)},
+            {"expandedExpertIdxOut": empty_ids(5)}, {"expandedXOut": poison(6, 2)}, {"expandedXOut": poison(4, 3)},
+            {"expandedRowIdxOut": empty_ids(5), "expandedExpertIdxOut": empty_ids(5)},
+        )
+    ),
+    ("MoeInitRouting", {"expertIdx": torch.zeros(3, 2, dtype=torch.int64)}, INVALID),
+    *(
         ("MoeInitRoutingV2", changes, INNER_NULL)
         for changes in (
             {"x": ones(6)}, {"expertIdx": torch.zeros(3, 2, 1, dtype=torch.int32)}, {"expertIdx": i32([[0, 1]])},
@@ -218,6 +256,31 @@ def test_refused(name: str, changes: dict[str, Any], code: int) -> None:
 
 
 # ---------------------------------------------------------------------------- drawn inputs
+
+
+@settings(max_examples=40)
+@given(SIZES, SEEDS, st.sampled_from(FLOATS), st.booleans())
+def test_init_routing_by_column_of_any_numbers(
+    sizes: tuple[int, int, int, int], seed: int, dtype: torch.dtype, shuffled: bool
+) -> None:
+    """Slots numbered by column, or by any permutation, which then says the tokens too."""
+    num_tokens, topk, num_experts, hidden = sizes
+    generator, slots = generator_of(seed), num_tokens * topk
+    ids = integers(generator, -2, num_experts, num_tokens, topk)
+    numbers = torch.arange(slots, dtype=torch.int32).reshape(topk, num_tokens).t()
+    if shuffled:
+        numbers = torch.randperm(slots, generator=generator).int().reshape(num_tokens, topk)
+    active = int(integers(generator, 0, num_tokens + 2))
+    kept = min(active, num_tokens) * topk
+    x = normal(generator, num_tokens, hidden, dtype=dtype)
+    expanded, indices, experts = poison(kept, hidden, dtype=dtype), empty_ids(slots), empty_ids(slots)
+    run("MoeInitRouting", x, numbers, ids, active, expanded, indices, experts)
+    flat = ids.flatten().tolist()
+    order = sorted(range(slots), key=lambda slot: flat[slot])
+    given_numbers = [int(numbers.flatten()[slot]) for slot in order]
+    same(experts, sorted(flat))
+    same(indices, [given_numbers.index(number) for number in range(slots)])
+    same(expanded, x[[number % num_tokens for number in given_numbers[:kept]]])
 
 
 @settings(max_examples=60)
@@ -322,6 +385,8 @@ def test_shared_experts_are_added_before_the_first_rounding() -> None:
 
 
 EMPTY: list[tuple[str, dict[str, Any]]] = [
+    ("MoeInitRouting", {"x": torch.empty(0, 2), "rowIdx": empty_ids(0, 2), "expertIdx": empty_ids(0, 2), "expandedXOut": torch.empty(0, 2), "expandedRowIdxOut": empty_ids(0), "expandedExpertIdxOut": empty_ids(0)}),
+    ("MoeInitRouting", {"rowIdx": empty_ids(3, 0), "expertIdx": empty_ids(3, 0), "expandedXOut": torch.empty(0, 2), "expandedRowIdxOut": empty_ids(0), "expandedExpertIdxOut": empty_ids(0)}),
     ("MoeInitRoutingV2", {"x": torch.empty(0, 2), "expertIdx": torch.empty(0, 2, dtype=torch.int32), "expandedXOut": torch.empty(0, 2), "expandedRowIdxOut": empty_ids(0)}),
     ("MoeInitRoutingV2Grad", {"gradExpandedX": torch.empty(0, 2), "expandedRowIdx": i32([]), "out": torch.empty(0, 2)}),
     ("MoeFinalizeRoutingV2", {"expandedX": torch.empty(6, 0), "x1Optional": torch.empty(3, 0), "x2Optional": torch.empty(3, 0), "biasOptional": torch.empty(4, 0), "out": torch.empty(3, 0)}),

@@ -56,6 +56,8 @@ from moeroute.aclnn.gating import (
 )
 from moeroute.aclnn.gating import aclnnMoeGatingTopKV2 as aclnnMoeGatingTopKV2
 from moeroute.aclnn.gating import aclnnMoeGatingTopKV2GetWorkspaceSize as aclnnMoeGatingTopKV2GetWorkspaceSize
+from moeroute.aclnn.init_routing import aclnnMoeInitRouting as aclnnMoeInitRouting
+from moeroute.aclnn.init_routing import aclnnMoeInitRoutingGetWorkspaceSize as aclnnMoeInitRoutingGetWorkspaceSize
 from moeroute.aclnn.init_routing import aclnnMoeInitRoutingV2 as aclnnMoeInitRoutingV2
 from moeroute.aclnn.init_routing import aclnnMoeInitRoutingV2GetWorkspaceSize as aclnnMoeInitRoutingV2GetWorkspaceSize
 from moeroute.aclnn.init_routing import aclnnMoeInitRoutingV2Grad as aclnnMoeInitRoutingV2Grad

@@ -10,6 +10,7 @@ from moeroute.aclnn.core import (
     FLOATS,
     INNER_NULLPTR,
     LARGEST,
+    TILING,
     Work,
     apart,
     at_least,
@@ -30,6 +31,71 @@ from moeroute.ops.planning.op import (
     plan_from_expert_ids,
     plan_from_row_of_slot,
 )
+
+# ---------------------------------------------------------------------------- MoeInitRouting
+
+
+def _moe_init_routing(
+    x: Tensor,
+    rowIdx: Tensor,
+    expertIdx: Tensor,
+    activeNum: int,
+    expandedXOut: Tensor,
+    expandedRowIdxOut: Tensor,
+    expandedExpertIdxOut: Tensor,
+) -> tuple[int, Work]:
+    """Token copies in the stable order of their expert ids, which come sorted too, for slots numbered by column.
+
+    rowIdx [T, K] is the number of each slot, k * T + t; expandedRowIdx is the row of each number. activeNum counts
+    tokens: expandedX has min(activeNum, T) * K rows.
+    """
+    required(
+        x=x,
+        rowIdx=rowIdx,
+        expertIdx=expertIdx,
+        expandedXOut=expandedXOut,
+        expandedRowIdxOut=expandedRowIdxOut,
+        expandedExpertIdxOut=expandedExpertIdxOut,
+    )
+    typed("x", x, *FLOATS)
+    typed("rowIdx", rowIdx, torch.int32)
+    typed("expertIdx", expertIdx, torch.int32)
+    typed("expandedXOut", expandedXOut, x.dtype)
+    typed("expandedRowIdxOut", expandedRowIdxOut, torch.int32)
+    typed("expandedExpertIdxOut", expandedExpertIdxOut, torch.int32)
+    ranked("x", x, 2, status=TILING)
+    ranked("rowIdx", rowIdx, 2, status=TILING)
+    shaped("expertIdx", expertIdx, tuple(rowIdx.shape), "[T, K], as rowIdx,", TILING)
+    num_tokens, topk = rowIdx.shape
+    hidden, slots = x.shape[1], num_tokens * topk
+    shaped("x", x, (num_tokens, hidden), "[T, H] with T as rowIdx,", TILING)
+    at_least("activeNum", activeNum, 0, TILING)
+    rows = min(num_tokens, activeNum) * topk
+    ranked("expandedXOut", expandedXOut, 2, status=TILING)
+    ranked("expandedRowIdxOut", expandedRowIdxOut, 1, status=TILING)
+    index_shape = tuple(expandedRowIdxOut.shape)
+    shaped("expandedExpertIdxOut", expandedExpertIdxOut, index_shape, "[T * K], as expandedRowIdxOut,", TILING)
+    shaped("expandedXOut", expandedXOut, (rows, hidden), "[min(T, activeNum) * K, H]", TILING)
+    shaped("expandedRowIdxOut", expandedRowIdxOut, (slots,), "[T * K]", TILING)
+    outputs = {
+        "expandedXOut": expandedXOut,
+        "expandedRowIdxOut": expandedRowIdxOut,
+        "expandedExpertIdxOut": expandedExpertIdxOut,
+    }
+    apart(outputs, x, rowIdx, expertIdx)
+
+    def work() -> None:
+        ids, order = expertIdx.reshape(-1).sort(stable=True)
+        expandedExpertIdxOut.copy_(ids)
+        numbers = plan_from_row_of_slot(rowIdx.reshape(-1)[order], slots, slots)
+        expandedRowIdxOut.copy_(numbers.slot_of_row)
+        by_column = numbers.slot_of_row.reshape(topk, num_tokens)
+        spread(x, plan_from_row_of_slot(by_column.t(), num_tokens, rows), out=expandedXOut)
+
+    return 0, work
+
+
+aclnnMoeInitRoutingGetWorkspaceSize, aclnnMoeInitRouting = phases("MoeInitRouting", _moe_init_routing)
 
 # ---------------------------------------------------------------------------- MoeInitRoutingV2
 

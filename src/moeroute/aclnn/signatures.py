@@ -221,6 +221,12 @@ SIGNATURES: dict[str, Signature] = {
         "const-out: permutedTokensGradOut",
         "const-out?: probsGradOut",
     ),
+    "MoeInitRouting": _signature(
+        "moe_init_routing",
+        "in: x rowIdx expertIdx",
+        "int: activeNum",
+        "const-out: expandedXOut expandedRowIdxOut expandedExpertIdxOut",
+    ),
     "MoeInitRoutingV2": _signature(
         "moe_init_routing_v2",
         "in: x expertIdx",

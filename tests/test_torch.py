@@ -468,7 +468,7 @@ def test_after_fork() -> None:
 
 def test_a_fork_while_another_thread_compiles() -> None:
     """The child compiles too; the thread that had Numba's lock is not there to give it back."""
-    from moeroute.ops.launch import global_compiler_lock
+    from numba.core.compiler_lock import global_compiler_lock
 
     held = threading.Event()
 

@@ -1,5 +1,5 @@
 # Two commands do all from a bare clone with Python 3.11+, make and a package index:
-#   make demo    trains a Mixture-of-Experts language model through our operators
+#   make demo    the same bits everywhere, the operators' speed, and a language model that learns real text
 #   make test    linters, type checker and the whole test suite
 
 PYTHON ?= python3
@@ -15,7 +15,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 demo: $(VENV)/ready
-	$(BIN)/moeroute demo $(ARGS)
+	PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
 
 test: $(VENV)/ready lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope

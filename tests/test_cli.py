@@ -66,8 +66,7 @@ def test_bench_writes_what_it_measured(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["bench", "--only", "nothing of the sort"], "no case's name contains 'nothing of the sort'"),
-        (["demo", "--steps", "0"], "must be at least 1; got 0"),
-        (["demo", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["bench", "--threads", "0"], "must be at least 1; got 0"),
         (["verify", "--device", "nowhere"], "must be a device that is there, as cpu or cuda:0; got nowhere"),
         (["verify", "--only", "nothing of it"], "no check's name contains 'nothing of it'"),
         (["verify", "--backend", "tpu"], "invalid choice: 'tpu'"),

@@ -1,4 +1,4 @@
-"""The demo, small: both runs end to end, Ctrl-C, and the parts on which its comparison stands."""
+"""The demo, small: its parts end to end, Ctrl-C, a kill and a resume, and what its comparison stands on."""
 
 import dataclasses
 import functools
@@ -18,13 +18,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeroute import demo, report
+from moeroute import report, testing
 from moeroute.nn import MoE
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-SMALL = demo.Model(layers=2, width=32, heads=2, experts=4, k=2, intermediate=16, context=32, batch=4)
+from demo import bits, charts, data, measures, model, processes, runs, screen, speed, training, turns
+from demo import run as demo
+from demo.__main__ import main
+
+EXAMPLES = Path(demo.__file__).parents[1]
+SMALL = model.Model(layers=2, width=32, heads=2, experts=4, k=2, intermediate=16, context=32, batch=4)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +43,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "Model", functools.partial(demo.Model, **dataclasses.asdict(SMALL)))
+    monkeypatch.setattr(demo, "Model", functools.partial(model.Model, **dataclasses.asdict(SMALL)))
 
 
 def pixels(path: Path) -> Any:
@@ -63,7 +68,7 @@ FILES = ["expert_load.png", "loss.png", "results.json", "sample.txt"]
 @pytest.mark.usefixtures("small")
 def test_both_runs(dtype: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "a" / "out"
-    assert demo.run(steps=3, seed=5, dtype=dtype, threads=1, out=out) == 0
+    assert demo.run(steps=3, seed=5, dtype=dtype, threads=1, out=out, parts=["training"]) == 0
     assert names(out) == FILES
     for chart in ("loss.png", "expert_load.png"):
         pixels(out / chart)
@@ -77,28 +82,41 @@ def test_both_runs(dtype: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
         assert all(0 < routing < step for routing, step in zip(run["routing_seconds"], run["seconds"], strict=True))
         assert run["ready"]["threads"] == 1
         assert run["validation"][-1][0] == 3
+        # Saved after step 1, killed after step 2, which the new process repeats, with one thread to the last digit.
+        assert run["repeated"] == [[2, run["losses"][1]]]
+        assert run["weights"][0] == run["weights"][1]
+        assert run["weights"][0][0] == 2
         # Every token takes k experts in every layer of every step.
         load = torch.tensor(run["load"])
         torch.testing.assert_close(load.sum(-1), torch.full((3, SMALL.layers), SMALL.tokens * SMALL.k))
     torch.testing.assert_close(ours["losses"], plain["losses"], rtol=0, atol=1e-4 if dtype == "float32" else 2e-2)
     shown = capfd.readouterr().out
-    for words in ("tokens/s", "routing, share of a step", "peak memory", "Both trained alike", str(out.resolve())):
+    for words in (
+        "tokens/s",
+        "routing, share of a step",
+        "peak memory",
+        "compiler",
+        "recycled",
+        "Both trained alike",
+        str(out.resolve()),
+    ):
         assert words in shown.replace("\n", ""), words
 
 
 INTERRUPTED = """
 import functools, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
-from moeroute import demo, report
+from demo import run as demo
 demo.Model = functools.partial(demo.Model, **{model!r})
-sys.exit(demo.run(steps=100000, threads=1, out={out!r}))
+sys.exit(demo.run(steps=100000, threads=1, out={out!r}, parts=["training"]))
 """
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends SIGINT")
 def test_interrupt(tmp_path: Path) -> None:
     script = INTERRUPTED.format(model=dataclasses.asdict(SMALL), out=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
     try:
         for line in process.stdout:
@@ -165,9 +183,9 @@ class Pretender:
                 yield {"event": "step", "step": step, "loss": 5.0, **counts}
             if self.last is not None:
                 self.last()
-        else:
+        elif do == "finish":
             yield {"event": "validation", "step": 2, "loss": 5.0}
-            yield {"event": "memory", "peak_bytes": None, "training_bytes": None}
+            yield {"event": "memory", "parts": {}}
             yield {"event": "end"}
 
     def close(self) -> None:
@@ -177,13 +195,13 @@ class Pretender:
 def test_interrupt_while_saving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupt(runs: dict[str, demo.Run]) -> bytes:
+    def interrupt(heard: dict[str, runs.Run]) -> bytes:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "_Process", Pretender)
-    monkeypatch.setattr(demo, "_loss_chart", interrupt)
+    monkeypatch.setattr(turns, "Process", Pretender)
+    monkeypatch.setattr(charts, "loss", interrupt)
     (tmp_path / "loss.png").write_bytes(b"old")
-    assert demo.run(steps=9, out=tmp_path) == 130
+    assert demo.run(steps=9, out=tmp_path, parts=["training"]) == 130
     assert names(tmp_path) == ["loss.png", "results.json"]
     assert (tmp_path / "loss.png").read_bytes() == b"old"
     shown = capfd.readouterr().out
@@ -199,7 +217,7 @@ def test_missing_package(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
     assert demo.run(steps=1, out=tmp_path) == 1
     shown = capsys.readouterr().err
-    assert f"moeroute demo needs {' and '.join(missing)}: pip install 'moeroute[demo]'" in shown
+    assert f"moeroute demo needs {' and '.join(missing)}: pip install '.[demo]'" in shown
     assert not names(tmp_path)
 
 
@@ -207,7 +225,7 @@ def test_training_process_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert demo.run(steps=1, out=tmp_path) == 1
+    assert demo.run(steps=1, out=tmp_path, parts=["training"]) == 1
     shown = capfd.readouterr().out
     assert "failed with status 1" in shown
     assert "Nothing was saved." in shown
@@ -217,11 +235,11 @@ def test_a_killed_training_process_saves_what_was_heard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def end(process: Pretender) -> None:
-        raise demo._Ended("A training process was killed by SIGKILL (out of memory?)")
+        raise processes.Ended("A training process was killed by SIGKILL (out of memory?)")
 
     monkeypatch.setattr(Pretender, "last", end)
-    monkeypatch.setattr(demo, "_Process", Pretender)
-    assert demo.run(steps=9, out=tmp_path) == 1
+    monkeypatch.setattr(turns, "Process", Pretender)
+    assert demo.run(steps=9, out=tmp_path, parts=["training"]) == 1
     assert names(tmp_path) == ["expert_load.png", "loss.png", "results.json"]
     shown = capfd.readouterr().out.replace("\n", " ")
     assert "killed by SIGKILL (out of memory?), after 2 steps of moeroute" in shown
@@ -230,34 +248,34 @@ def test_a_killed_training_process_saves_what_was_heard(
 def test_steps_are_cut_to_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for seconds, steps in ((0.1, demo.STEPS), (0.5, 95), (60.0, demo.TURN)):
-        runs = {name: demo.Run(name, warm={"step_seconds": seconds}) for name in demo.NAMES}
-        assert demo._steps_that_fit(runs, 95.0) == steps
-    monkeypatch.setattr(demo, "_Process", Pretender)
+    for seconds, steps in ((0.1, runs.STEPS), (0.5, 95), (60.0, turns.TURN)):
+        both = {name: runs.Run(name, warm={"step_seconds": seconds}) for name in runs.NAMES}
+        assert turns.steps_that_fit(both, 95.0) == steps
+    monkeypatch.setattr(turns, "Process", Pretender)
     monkeypatch.setattr(demo, "SECONDS", 0.0)
-    assert demo.run(out=tmp_path / "cut") == 0
+    assert demo.run(out=tmp_path / "cut", parts=["training"]) == 0
     shown = capfd.readouterr().out
-    assert f"This machine is slow for 300 steps in two minutes: {demo.TURN} steps instead" in shown
+    assert f"This machine is slow for 300 steps in two minutes: {turns.TURN} steps instead" in shown
     # Fast while it was measured, then slow: both runs end at the same step.
-    monkeypatch.setattr(demo, "_steps_that_fit", lambda runs, seconds: 30)
-    assert demo.run(out=tmp_path / "slower") == 0
-    assert f"no time for more than {demo.TURN} of 30 steps" in capfd.readouterr().out
+    monkeypatch.setattr(turns, "steps_that_fit", lambda heard, seconds: 30)
+    assert demo.run(out=tmp_path / "slower", parts=["training"]) == 0
+    assert f"no time for more than {turns.TURN} of 30 steps" in capfd.readouterr().out
     # Steps that were asked for are kept.
-    assert demo.run(steps=30, out=tmp_path / "asked") == 0
+    assert demo.run(steps=30, out=tmp_path / "asked", parts=["training"]) == 0
     assert "time" not in capfd.readouterr().out.split("loss, first step")[0]
 
 
 def test_verdict_can_be_no() -> None:
-    def made(name: str, losses: list[float], weights: str = "same") -> demo.Run:
+    def made(name: str, losses: list[float], weights: str = "same") -> runs.Run:
         validation = [(len(losses), losses[-1])]
-        return demo.Run(name, ready={"initial_weights": weights}, losses=losses, validation=validation)
+        return runs.Run(name, ready={"initial_weights": weights}, losses=losses, validation=validation)
 
     ours = made("moeroute", [5.5, 3.0])
-    alike, numbers = demo._verdict({"moeroute": ours, "plain": made("plain", [5.5, 3.02])}, "float32")
+    alike, numbers = runs.verdict({"moeroute": ours, "plain": made("plain", [5.5, 3.02])}, "float32")
     assert alike
     assert "0.0200 (0.66%) at the end" in numbers
     for other in (made("plain", [5.5, 3.04]), made("plain", [5.6, 3.0]), made("plain", [5.5, 3.0], "other")):
-        alike, _ = demo._verdict({"moeroute": ours, "plain": other}, "float32")
+        alike, _ = runs.verdict({"moeroute": ours, "plain": other}, "float32")
         assert not alike
 
 
@@ -277,6 +295,16 @@ def test_bad_input(options: dict[str, Any], error: type[Exception], message: str
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--steps", "0"], "must be at least 1; got 0"), (["--dtype", "int8"], "invalid choice: 'int8'")],
+)
+def test_mistakes_are_told(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
 def test_out_must_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(ValueError, match="demo: out must be a folder that can be written"):
@@ -290,7 +318,7 @@ def test_out_must_be_a_folder(tmp_path: Path) -> None:
 def test_plain_layer_is_the_same_function() -> None:
     torch.manual_seed(0)
     ours = MoE(32, 16, 4, 2, score="softmax", renormalize=True)
-    plain = demo.PlainMoE(32, 16, 4, 2)
+    plain = model.PlainMoE(32, 16, 4, 2)
     plain.load_state_dict(ours.state_dict())
     x = torch.randn(2, 9, 32)
     results = []
@@ -304,33 +332,33 @@ def test_plain_layer_is_the_same_function() -> None:
 
 
 def test_both_models_start_alike() -> None:
-    ours, plain = (demo.build_model(SMALL, run, torch.float32, seed=3) for run in ("moeroute", "plain"))
-    assert demo._fingerprint(ours) == demo._fingerprint(plain)
-    assert demo._fingerprint(ours) != demo._fingerprint(demo.build_model(SMALL, "plain", torch.float32, seed=4))
-    kinds = [type(block.get_submodule("moe")) for model in (ours, plain) for block in model.blocks]
-    assert kinds == [MoE, MoE, demo.PlainMoE, demo.PlainMoE]
+    ours, plain = (model.build_model(SMALL, run, torch.float32, seed=3) for run in ("moeroute", "plain"))
+    assert model.fingerprint(ours) == model.fingerprint(plain)
+    assert model.fingerprint(ours) != model.fingerprint(model.build_model(SMALL, "plain", torch.float32, seed=4))
+    kinds = [type(block.get_submodule("moe")) for network in (ours, plain) for block in network.blocks]
+    assert kinds == [MoE, MoE, model.PlainMoE, model.PlainMoE]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_training_lowers_the_loss(dtype: torch.dtype) -> None:
-    corpus = demo.load_corpus()
-    network = demo.build_model(SMALL, "moeroute", dtype, seed=0)
-    trainer = demo.Trainer(network, SMALL, 30)
+    corpus = data.load_corpus()
+    network = model.build_model(SMALL, "moeroute", dtype, seed=0)
+    trainer = training.Trainer(network, SMALL, 30)
     generator = torch.Generator().manual_seed(0)
-    losses = [trainer.step(*demo.draw_batch(corpus.train, SMALL, generator))[0] for _ in range(30)]
+    losses = [trainer.step(*data.draw_batch(corpus.train, SMALL.batch, SMALL.context, generator))[0] for _ in range(30)]
     assert all(parameter.dtype == dtype for parameter in network.parameters())
     assert sum(losses[-5:]) / 5 < 0.75 * losses[0]
 
 
 def test_corpus() -> None:
-    corpus = demo.load_corpus()
-    again = demo.load_corpus()
+    corpus = data.load_corpus()
+    again = data.load_corpus()
     torch.testing.assert_close(corpus.train, again.train, rtol=0, atol=0)
     text = bytes(corpus.train.numpy()) + bytes(corpus.held_out.numpy())
     assert b"Beautiful is better than ugly." in text
     assert b"import os" in text
     assert 0 < corpus.held_out.shape[0] < corpus.train.shape[0] / 4
-    text_in, following = demo.draw_batch(corpus.train, SMALL, torch.Generator().manual_seed(0))
+    text_in, following = data.draw_batch(corpus.train, SMALL.batch, SMALL.context, torch.Generator().manual_seed(0))
     assert text_in.shape == following.shape == (SMALL.batch, SMALL.context)
     torch.testing.assert_close(text_in[:, 1:], following[:, :-1])
 
@@ -340,7 +368,7 @@ def test_routing_timer_counts_what_lies_outside_the_experts() -> None:
     reference = [
         p.clone() for p in torch.autograd.grad(layer(torch.ones(6, 32)).square().sum(), list(layer.parameters()))
     ]
-    timer = demo.RoutingTimer()
+    timer = measures.RoutingTimer()
     timer.watch(layer)
     routing, experts = layer.router.forward, layer.experts.forward
 
@@ -369,4 +397,129 @@ def test_routing_timer_counts_what_lies_outside_the_experts() -> None:
 
 
 def test_sample_text_is_made_printable() -> None:
-    assert demo._printable("a\tb\x1b[31m\n\x00é") == "a   b\N{REPLACEMENT CHARACTER}[31m\n\N{REPLACEMENT CHARACTER}é"
+    assert screen.printable("a\tb\x1b[31m\n\x00é") == "a   b\N{REPLACEMENT CHARACTER}[31m\n\N{REPLACEMENT CHARACTER}é"
+
+
+# ---------------------------------------------------------------------------- the same bits
+
+
+def test_bits_are_those_of_every_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All of moeroute's ways agree; plain PyTorch is shown as it was measured, whatever that is."""
+    monkeypatch.setattr(demo, "LAYER", {"tokens": 24, "width": 16, "experts": 12, "k": 3})
+    assert demo.run(seed=1, out=tmp_path, parts=["bits"]) == 0
+    assert names(tmp_path) == ["bits.png", "results.json"]
+    pixels(tmp_path / "bits.png")
+    lines = [bits.Line(**line) for line in json.loads((tmp_path / "results.json").read_text())["bits"]]
+    ours = [line for line in lines if line.side == bits.MOEROUTE]
+    assert len(ours) == 6
+    assert len({(line.output, line.gradient) for line in ours if line.output is not None}) == 1
+    shown = capfd.readouterr().out
+    for line in lines:
+        assert line.way in shown
+        assert line.output is None or line.output in shown
+    assert "the same bits in all" in shown
+
+
+def test_hashed_layers_are_the_same_function() -> None:
+    """Against float64 mathematics written out; the three texts differ by rounding alone."""
+    generator = torch.Generator().manual_seed(0)
+    layer = bits.Layer.make(16, 12, 3, generator)
+    tokens = torch.randn(9, 16, generator=generator)
+    router, experts, x = layer.router.double(), layer.experts.double(), tokens.double()
+    weights, ids = (x @ router.t()).sigmoid().topk(3)
+    rows = torch.einsum("tkoh,th->tko", experts[ids], x)
+    exact = (rows * rows.sigmoid() * (weights / weights.sum(-1, keepdim=True))[..., None]).sum(1)
+    for function in (bits.with_moeroute, bits.with_index_add, bits.with_sum):
+        torch.testing.assert_close(function(layer, tokens).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_one_lost_bit_is_another_hash() -> None:
+    tokens = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    first = bits.compute(lambda x: 2 * x, tokens, 1)
+    assert first == bits.compute(lambda x: 2 * x, tokens, 1, alone=True)
+    changed = tokens.clone()
+    changed.view(torch.int32)[2, 3] += 1
+    output, gradient = bits.compute(lambda x: 2 * x, changed, 1)
+    assert output != first[0]
+    assert gradient != first[1]
+
+
+def test_words_follow_the_hashes() -> None:
+    same = [bits.Line(bits.PLAIN, "one", "a", "b"), bits.Line(bits.PLAIN, "two", "a", "b")]
+    assert screen.say_bits(same, bits.PLAIN) == "plain PyTorch: 2 ways, the same bits in all"
+    others = [*same, bits.Line(bits.PLAIN, "three", "a", "c"), bits.Line(bits.PLAIN, "four", None, None, "no")]
+    assert screen.say_bits(others, bits.PLAIN) == "plain PyTorch: 3 ways, 1 different outputs, 2 different gradients"
+
+
+# ---------------------------------------------------------------------------- speed, and killed and resumed
+
+
+def test_speed_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """The bars are those of the benchmark's lines, and its cases exist."""
+    assert set(speed.CASES) <= {case.name for case in testing.CASES}
+    lines = [{"case": name, "ours_s": 2e-3, "times": 3.25} for name in reversed(speed.CASES)]
+    lines[0]["roof"] = 0.875
+    monkeypatch.setattr(speed, "reports", lambda what, module, mode, *rest: lines if mode == "called" else [])
+    assert demo.run(out=tmp_path, parts=["speed"]) == 0
+    assert names(tmp_path) == ["results.json", "speed.png"]
+    pixels(tmp_path / "speed.png")
+    found = json.loads((tmp_path / "results.json").read_text())["speed"]
+    assert [bar["name"] for bar in found] == list(speed.CASES.values())
+    shown = capfd.readouterr().out
+    assert "2,000 µs" in shown
+    assert "3.2" in shown
+    assert "88%" in shown
+
+
+def test_resumed_training_is_judged_by_its_digits() -> None:
+    run = runs.Run("plain", losses=[5.0, 4.0, 3.0])
+    assert run.hear({"event": "step", "step": 2, "loss": 4.0}) == "repeated step"
+    run.hear({"event": "step", "step": 3, "loss": 3.0000000000000004})
+    assert (run.same_again(), len(run.repeated), len(run.losses)) == (1, 2, 3)
+    for digest, same in (("a", False), ("a", True)):
+        run.hear({"event": "weights", "step": 3, "fingerprint": digest})
+        assert run.same_weights() is same
+    run.weights[1] = (3, "b")
+    assert not run.same_weights()
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_checkpoints_lie_before_the_kill(steps: int) -> None:
+    saved, killed = turns.checkpoints(steps)
+    assert (saved, killed) == (0, 0) if steps < 3 else 0 < saved < killed < steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_saved_trainer_goes_on_with_the_same_bits(dtype: torch.dtype) -> None:
+    corpus = data.load_corpus()
+    trainers = [training.Trainer(model.build_model(SMALL, "moeroute", dtype, seed), SMALL, 9) for seed in (0, 1)]
+    batches = [
+        data.draw_batch(corpus.train, SMALL.batch, SMALL.context, torch.Generator().manual_seed(i)) for i in range(4)
+    ]
+    for batch in batches[:2]:
+        trainers[0].step(*batch)
+    file = io.BytesIO()
+    torch.save(trainers[0].state(), file)
+    file.seek(0)
+    trainers[1].load(torch.load(file))
+    for batch in batches[2:]:
+        assert trainers[0].step(*batch) == trainers[1].step(*batch)
+    first, second = (model.fingerprint(trainer.network) for trainer in trainers)
+    assert first == second
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_memory_is_split_into_parts_that_add_up() -> None:
+    measures.Memory().training_starts()  # what earlier tests have left goes first
+    memory = measures.Memory()
+    memory.kernels_are_loaded()
+    memory.training_starts()
+    held = torch.ones(40_000_000, dtype=torch.uint8)
+    memory.step_ends()
+    parts = memory.parts(model_bytes=1000)
+    assert list(parts) == list(screen.MEMORY)
+    assert parts["model"] == 1000
+    assert 0.9 * held.nbytes < parts["rest"] < 3 * held.nbytes
+    assert sum(size for part, size in parts.items() if part != "peak") == parts["peak"]

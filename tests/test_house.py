@@ -46,7 +46,6 @@ FLOORS = (
     ("nn", "testing"),
     ("bench", "verify"),
     ("report",),
-    ("demo",),
     ("cli",),
     ("__main__",),
 )

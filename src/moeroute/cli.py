@@ -1,4 +1,4 @@
-"""`moeroute info | demo | verify | bench | aclnn`."""
+"""`moeroute info | verify | bench | aclnn`."""
 
 import argparse
 import importlib.metadata
@@ -27,14 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info = commands.add_parser("info", help="versions, devices, backends, threads, cache folder")
     info.add_argument("--warm", action="store_true", help="compile every CPU kernel now, into the cache folder")
     info.set_defaults(run=_info)
-
-    demo = commands.add_parser("demo", help="train a small Mixture-of-Experts language model on real text")
-    demo.add_argument("--steps", type=_positive, help="of each run (default: 300, fewer where they take too long)")
-    demo.add_argument("--seed", type=int, default=0, help="of weights and batches (default: 0)")
-    demo.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of tokens and experts")
-    demo.add_argument("--threads", type=_positive, help="default: torch's")
-    demo.add_argument("--out", type=Path, default=Path("out"), help="folder for charts and figures (default: out)")
-    demo.set_defaults(run=_demo)
 
     verify = commands.add_parser("verify", help="compare every backend with the reference, bit by bit")
     verify.add_argument("--backend", choices=backends.NAMES, help="only this one (default: all)")
@@ -154,16 +146,6 @@ def _numba_rows(warm: bool) -> list[tuple[str, str]]:
     folder = launch.cache_folder()
     kept = f"none: {launch.cache_refusal}" if folder is None else folder + cache.remarks()
     return [*rows, ("threading layer", layer), ("kernel cache", kept)]
-
-
-# ---------------------------------------------------------------------------- demo
-
-
-def _demo(chosen: argparse.Namespace) -> int:
-    _need("demo", "rich", "matplotlib")
-    from moeroute import demo
-
-    return demo.run(chosen.steps, chosen.seed, getattr(torch, chosen.dtype), chosen.threads, chosen.out)
 
 
 # ---------------------------------------------------------------------------- verify

@@ -5,6 +5,7 @@ Read with `ast` where the text is enough.
 
 import ast
 import inspect
+import pydoc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ FLOORS = (
     ("backend", "memory", "ops.launch"),
     ("ops.rows", "ops.registration"),
     ("ops.differentiation", "ops.balance", "ops.replicas"),
-    ("ops.gating.reference", "ops.gating.numba_cpu", "ops.gating.triton_gpu"),
+    ("ops.grouped", "ops.gating.reference", "ops.gating.numba_cpu", "ops.gating.triton_gpu"),
     ("ops.gating.op",),
     ("ops.planning.reference", "ops.planning.numba_cpu", "ops.planning.triton_gpu"),
     ("ops.planning.op",),
@@ -168,15 +169,25 @@ CLASSES = ("BalanceStatistics", "Gating", "RoutingPlan")
 
 
 def test_public_names() -> None:
-    names = []
-    for node in TREES[""].body:
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                assert alias.asname == alias.name, f"{alias.name} is not re-exported explicitly (x as x)"
-                names.append(alias.name)
-        else:
-            assert isinstance(node, ast.Expr | ast.Assign), ast.unparse(node)
-    assert sorted(names) == sorted([*FUNCTIONS, *CLASSES])
+    imported = [
+        alias.name
+        for node in TREES[""].body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moeroute")
+        for alias in node.names
+    ]
+    assert sorted(imported) == sorted(moeroute.__all__) == sorted([*FUNCTIONS, *CLASSES])
+
+
+def test_import_star_brings_the_public_names_only() -> None:
+    names: dict[str, object] = {}
+    exec("from moeroute import *", names)
+    assert names.keys() - {"__builtins__"} == set(moeroute.__all__)
+
+
+def test_help_shows_the_public_names() -> None:
+    text = pydoc.plain(pydoc.render_doc(moeroute))
+    for name in moeroute.__all__:
+        assert re.search(rf"^ +(class )?{name}\(", text, re.MULTILINE), name
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "RoutingPlan"])

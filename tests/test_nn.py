@@ -169,6 +169,50 @@ def test_rows_beyond_the_segments_are_never_read(sizes: list[int]) -> None:
         start = stop
 
 
+@pytest.mark.parametrize("transform", ("grad", "jacrev", "jacfwd", "hessian"))
+def test_grouped_linear_under_torch_func(transform: str) -> None:
+    torch.manual_seed(0)
+    tensors = torch.randn(6, 4).double(), torch.randn(3, 5, 4).double(), torch.randn(3, 5).double()
+    change = getattr(torch.func, transform)
+
+    def plain(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.cat([rows[:2] @ weight[0].T + bias[0], rows[2:5] @ weight[2].T + bias[2]]).sin().sum()
+
+    def ours(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return grouped_linear(rows, weight, [2, 0, 3], bias).sin().sum()
+
+    torch.testing.assert_close(change(ours, (0, 1, 2))(*tensors), change(plain, (0, 1, 2))(*tensors))
+    if transform == "grad":
+        several = torch.randn(2, 6, 4).double()
+        per_sample = [
+            torch.func.vmap(change(f, (0, 1, 2)), in_dims=(0, None, None))(several, *tensors[1:]) for f in (ours, plain)
+        ]
+        torch.testing.assert_close(*per_sample)
+        pulled = torch.func.vjp(ours, *tensors)[1](torch.ones(()).double())
+        torch.testing.assert_close(pulled, change(plain, (0, 1, 2))(*tensors))
+
+
+@pytest.mark.filterwarnings("ignore:.*compiled|.*vmap:UserWarning")
+def test_layer_under_torch_func() -> None:
+    """Gradients of functional_call, for the batch and for each sample: those of autograd."""
+    torch.manual_seed(0)
+    layer = MoE(8, 16, 4, 2, shared_expert=SwiGLU(8, 16)).double()
+    parameters = dict(layer.named_parameters())
+    samples = torch.randn(3, 5, 8).double()
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+
+    per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, samples)
+    for i, x in enumerate(samples):
+        loss(parameters, x).backward()
+        gradient = torch.func.grad(loss)(parameters, x)
+        for name, parameter in layer.named_parameters():
+            torch.testing.assert_close(gradient[name], parameter.grad)
+            torch.testing.assert_close(per_sample[name][i], parameter.grad)
+        layer.zero_grad()
+
+
 def test_grouped_operators_pass_opcheck() -> None:
     rows = torch.randn(5, 3, requires_grad=True)
     sizes = torch.tensor([2, 0, 3])

@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -201,6 +202,43 @@ def test_vmap_is_right_or_says_no(which: int) -> None:
         assert "vmap" in str(error), f"{name}: {error}"
     else:
         assert_same_bits(result, expected)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile says that a frame runs uncompiled
+@pytest.mark.parametrize("outside", (False, True), ids=("compile of grad", "grad of compile"))
+def test_compile_and_functorch(outside: bool) -> None:
+    torch._dynamo.reset()
+    tokens, logits = inputs()
+    expected = outcome(layer, tokens, logits)[1:]
+
+    def loss(tokens: Tensor, logits: Tensor) -> Tensor:
+        return layer(tokens, logits).square().sum()
+
+    if outside:
+        gradient = torch.func.grad(torch.compile(loss, backend="aot_eager"), argnums=(0, 1))
+    else:
+        gradient = torch.compile(torch.func.grad(loss, argnums=(0, 1)), backend="aot_eager")
+    for mine, others in zip(gradient(tokens.detach(), logits.detach()), expected, strict=True):
+        torch.testing.assert_close(mine, others)
+
+
+LOAD = """
+import sys, torch, moeroute
+layer = torch.export.load(sys.argv[1]).module()
+x, expected = torch.load(sys.argv[2])
+assert torch.equal(layer(x), expected)
+assert "moeroute.nn" not in sys.modules
+"""
+
+
+def test_exported_layer_needs_nothing_but_the_import(tmp_path: Path) -> None:
+    moe = MoE(16, 32, 4, 2)
+    x = torch.randn(6, 16)
+    program, tensors = tmp_path / "layer.pt2", tmp_path / "tensors.pt"
+    torch.export.save(torch.export.export(moe, (x,)), program)
+    torch.save((x, moe(x).detach()), tensors)
+    done = subprocess.run([sys.executable, "-c", LOAD, program, tensors], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # ---------------------------------------------------------------------------- what records and what watches
@@ -509,6 +547,11 @@ loaded = [m for m in ("numba", "triton", "megatron", "transformers", "torch_npu"
 assert not loaded, loaded
 import torch
 assert not torch.cuda.is_initialized()
+assert not {"moeroute.nn", "moeroute.aclnn"} & set(sys.modules)
+assert {"nn", "aclnn"} <= set(dir(moeroute))
+assert moeroute.nn.MoE.__name__ == "MoE"
+assert callable(moeroute.aclnn.aclnnMoeTokenPermute)
+assert not hasattr(moeroute, "mm")
 """
 
 

@@ -9,35 +9,90 @@ The data path:
     output = unpermute(rows, plan, weights)                      [T, H], the weighted sum
 
 `spread`, `combine` and `row_dots` are what permute, unpermute and all their gradients are made of.
+`moeroute.nn` has the layer, `moeroute.aclnn` the calls of CANN; each is imported when it is first used.
 """
 
-from moeroute.memory import empty_cache as empty_cache
-from moeroute.memory import memory_stats as memory_stats
-from moeroute.memory import set_memory_pool as set_memory_pool
-from moeroute.ops.balance import BalanceStatistics as BalanceStatistics
-from moeroute.ops.balance import balance_statistics as balance_statistics
-from moeroute.ops.balance import load_balancing_loss as load_balancing_loss
-from moeroute.ops.balance import router_z_loss as router_z_loss
-from moeroute.ops.balance import update_expert_bias as update_expert_bias
-from moeroute.ops.gating.op import Gating as Gating
-from moeroute.ops.gating.op import gating_topk as gating_topk
-from moeroute.ops.gating.op import gating_topk_backward as gating_topk_backward
-from moeroute.ops.permutation.op import combine as combine
-from moeroute.ops.permutation.op import permute as permute
-from moeroute.ops.permutation.op import permute_backward as permute_backward
-from moeroute.ops.permutation.op import permute_weights as permute_weights
-from moeroute.ops.permutation.op import permute_weights_backward as permute_weights_backward
-from moeroute.ops.permutation.op import row_dots as row_dots
-from moeroute.ops.permutation.op import slot_weights as slot_weights
-from moeroute.ops.permutation.op import spread as spread
-from moeroute.ops.permutation.op import unpermute as unpermute
-from moeroute.ops.permutation.op import unpermute_backward as unpermute_backward
-from moeroute.ops.planning.op import RoutingPlan as RoutingPlan
-from moeroute.ops.planning.op import capacity_from_factor as capacity_from_factor
-from moeroute.ops.planning.op import plan_from_expert_ids as plan_from_expert_ids
-from moeroute.ops.planning.op import plan_from_routing_map as plan_from_routing_map
-from moeroute.ops.planning.op import plan_from_row_of_slot as plan_from_row_of_slot
-from moeroute.ops.planning.op import plan_from_segments as plan_from_segments
-from moeroute.ops.planning.op import plan_from_token_ids as plan_from_token_ids
+import importlib
+from types import ModuleType
+
+import moeroute.ops.grouped  # noqa: F401 - its operators stand in exported graphs
+from moeroute.memory import (
+    empty_cache,
+    memory_stats,
+    set_memory_pool,
+)
+from moeroute.ops.balance import (
+    BalanceStatistics,
+    balance_statistics,
+    load_balancing_loss,
+    router_z_loss,
+    update_expert_bias,
+)
+from moeroute.ops.gating.op import (
+    Gating,
+    gating_topk,
+    gating_topk_backward,
+)
+from moeroute.ops.permutation.op import (
+    combine,
+    permute,
+    permute_backward,
+    permute_weights,
+    permute_weights_backward,
+    row_dots,
+    slot_weights,
+    spread,
+    unpermute,
+    unpermute_backward,
+)
+from moeroute.ops.planning.op import (
+    RoutingPlan,
+    capacity_from_factor,
+    plan_from_expert_ids,
+    plan_from_routing_map,
+    plan_from_row_of_slot,
+    plan_from_segments,
+    plan_from_token_ids,
+)
 
 __version__ = "0.1.0"
+__all__ = [
+    "BalanceStatistics",
+    "Gating",
+    "RoutingPlan",
+    "balance_statistics",
+    "capacity_from_factor",
+    "combine",
+    "empty_cache",
+    "gating_topk",
+    "gating_topk_backward",
+    "load_balancing_loss",
+    "memory_stats",
+    "permute",
+    "permute_backward",
+    "permute_weights",
+    "permute_weights_backward",
+    "plan_from_expert_ids",
+    "plan_from_routing_map",
+    "plan_from_row_of_slot",
+    "plan_from_segments",
+    "plan_from_token_ids",
+    "router_z_loss",
+    "row_dots",
+    "set_memory_pool",
+    "slot_weights",
+    "spread",
+    "unpermute",
+    "unpermute_backward",
+    "update_expert_bias",
+]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in ("aclnn", "nn"):
+        return importlib.import_module(f"moeroute.{name}")
+    raise AttributeError(f"module 'moeroute' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "aclnn", "nn"})

@@ -18,7 +18,6 @@ threads cannot mix up their batches.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -27,220 +26,18 @@ from typing import Any, Literal, NamedTuple, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from moeroute import backend as backends
-from moeroute import check, memory
+from moeroute import check
 from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
 from moeroute.ops.gating.op import Gating, gating_topk
+from moeroute.ops.grouped import FLOATS, autocast_is_on, check_sizes
+from moeroute.ops.grouped import grouped_linear as grouped_linear
 from moeroute.ops.permutation.op import permute, unpermute
 from moeroute.ops.planning.op import RoutingPlan, capacity_from_ratio, plan_from_expert_ids
 
 INITIAL_STD = 0.02
 LARGEST = 2**31 - 1
-PARAMETERS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-# ---------------------------------------------------------------------------------------------------
-# Products over expert segments. The first sizes[0] rows belong to expert 0, the next sizes[1] to
-# expert 1, and so on; rows beyond the last segment are padding and are never read. Two operators,
-# closed under differentiation:
-#
-#   y = grouped_linear(x, w, c)   y_e = x_e w_e^T + c_e   dx = grouped_linear(dy, w^T)   dw = grouped_outer(dy, x)
-#                                                         dc = grouped_outer(dy, 1)
-#   g = grouped_outer(a, b)       g_e = a_e^T b_e         da = grouped_linear(b, dg)     db = grouped_linear(a, dg^T)
-#
-# Autograd's own way, weight[e] in a loop, would build a gradient of the size of all experts for each.
-# ---------------------------------------------------------------------------------------------------
-
-LIBRARY = torch.library.Library("moeroute", "FRAGMENT")
-LIBRARY.define("grouped_linear(Tensor rows, Tensor weight, Tensor sizes, Tensor? bias) -> Tensor")
-LIBRARY.define("grouped_outer(Tensor left, Tensor right, Tensor sizes) -> Tensor")
-
-
-def _check_counts(operator: str, argument: str, counts: Sequence[int], num_rows: int) -> None:
-    if any(count < 0 for count in counts) or sum(counts) > num_rows:
-        wanted = f"at least 0 each and no more than the {num_rows} rows in all"
-        raise check.wrong_value(operator, argument, wanted, counts)
-
-
-def _segments(operator: str, sizes: Tensor, num_rows: int) -> list[tuple[int, int]]:
-    counts = sizes.tolist()
-    _check_counts(operator, "sizes", counts, num_rows)
-    stops = list(itertools.accumulate(counts))
-    return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
-
-
-def _grouped_linear_kernel(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
-    segments = _segments("nn.grouped_linear", sizes, rows.shape[0])
-    out = memory.empty((rows.shape[0], weight.shape[1]), rows.dtype, rows.device)
-    for expert, (start, stop) in enumerate(segments):
-        if stop > start:
-            matrix = weight[expert].t()
-            if bias is None:
-                torch.mm(rows[start:stop], matrix, out=out[start:stop])
-            else:
-                torch.addmm(bias[expert], rows[start:stop], matrix, out=out[start:stop])
-    out[segments[-1][1] if segments else 0 :].zero_()
-    return out
-
-
-def _grouped_outer_kernel(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
-    segments = _segments("nn.grouped_outer", sizes, left.shape[0])
-    out = memory.empty((len(segments), left.shape[1], right.shape[1]), left.dtype, left.device)
-    for expert, (start, stop) in enumerate(segments):
-        if stop > start:
-            torch.mm(left[start:stop].t(), right[start:stop], out=out[expert])
-        else:
-            out[expert].zero_()
-    return out
-
-
-LIBRARY.impl("grouped_linear", _grouped_linear_kernel, "CompositeExplicitAutograd")
-LIBRARY.impl("grouped_outer", _grouped_outer_kernel, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("moeroute::grouped_linear", lib=LIBRARY)
-def _grouped_linear_shape(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
-    return rows.new_empty(rows.shape[0], weight.shape[1])
-
-
-@torch.library.register_fake("moeroute::grouped_outer", lib=LIBRARY)
-def _grouped_outer_shape(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
-    return left.new_empty(sizes.shape[0], left.shape[1], right.shape[1])
-
-
-def _linear(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
-    if forward_ad._current_level < 0:
-        return torch.ops.moeroute.grouped_linear.default(rows, weight, sizes, bias)
-    # A registered operator loses tangents without a word; torch's own do not.
-    segments = _segments("nn.grouped_linear", sizes, rows.shape[0])
-    parts = [rows[start:stop] @ weight[expert].t() for expert, (start, stop) in enumerate(segments)]
-    if bias is not None:
-        parts = [part + bias[expert] for expert, part in enumerate(parts)]
-    padding = rows.new_zeros(rows.shape[0] - sum(len(part) for part in parts), weight.shape[1])
-    return torch.cat([*parts, padding])
-
-
-def _outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
-    if forward_ad._current_level < 0:
-        return torch.ops.moeroute.grouped_outer.default(left, right, sizes)
-    segments = _segments("nn.grouped_outer", sizes, left.shape[0])
-    return torch.stack([left[start:stop].t() @ right[start:stop] for start, stop in segments])
-
-
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])  # nothing depends on the bias
-
-
-def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
-    rows, weight, sizes = ctx.saved_tensors
-    needs_rows, needs_weight, _, needs_bias = ctx.needs_input_grad
-    grad_rows = _linear(grad, weight.transpose(1, 2), sizes) if needs_rows else None
-    grad_weight = grad_bias = None
-    if needs_weight and weight.stride(1) == 1:
-        # A transposed weight [E, I, O]: a gradient of other strides would be copied when it is kept.
-        grad_weight = _outer(rows, grad, sizes).transpose(1, 2)
-    elif needs_weight:
-        grad_weight = _outer(grad, rows, sizes)
-    if needs_bias:
-        grad_bias = _outer(grad, grad.new_ones(grad.shape[0], 1), sizes).squeeze(2)
-    return grad_rows, grad_weight, None, grad_bias
-
-
-def _grouped_outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    left, right, sizes = ctx.saved_tensors
-    needs_left, needs_right, _ = ctx.needs_input_grad
-    grad_left = _linear(right, grad, sizes) if needs_left else None
-    grad_right = _linear(left, grad.transpose(1, 2), sizes) if needs_right else None
-    return grad_left, grad_right, None
-
-
-torch.library.register_autograd(
-    "moeroute::grouped_linear", _grouped_linear_backward, setup_context=_save_inputs, lib=LIBRARY
-)
-torch.library.register_autograd(
-    "moeroute::grouped_outer", _grouped_outer_backward, setup_context=_save_inputs, lib=LIBRARY
-)
-
-
-def _autocast_is_on(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
-def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int], bias: Tensor | None = None) -> Tensor:
-    """One linear map per expert over contiguous segments: ``out[segment e] = rows[segment e] @ weight[e].T + bias[e]``.
-
-    Rows beyond the last segment are padding: they are not read, their output and their gradient are 0, with a bias too.
-    Every product is written where it belongs, forward and backward; nothing is copied or concatenated.
-    Like `torch.nn.Linear` it works in autocast's dtype where autocast is on. Differentiable to any order,
-    forward mode included.
-
-    Args:
-        rows: [R, I], float.
-        weight: [E, O, I], the dtype of rows; of any strides, so a weight that is stored as [E, I, O] is
-            given as ``weight.transpose(1, 2)``, and its gradient lies as the weight does.
-        sizes: [E] rows of each expert, in order: ints, or an int64 tensor (on another device it is
-            fetched: a synchronisation).
-        bias: [E, O], the dtype of rows, or None.
-
-    >>> import torch
-    >>> from moeroute.nn import grouped_linear
-    >>> rows = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    >>> grouped_linear(rows, torch.tensor([[[10.0]], [[100.0]]]), [2, 1]).T
-    tensor([[ 10.,  20., 300.,   0.]])
-    >>> grouped_linear(rows, torch.tensor([[[10.0]], [[100.0]]]), [2, 1], torch.tensor([[1.0], [2.0]])).T
-    tensor([[ 11.,  21., 302.,   0.]])
-    """
-    operator = "nn.grouped_linear"
-    check.tensor(operator, "rows", rows)
-    check.tensor(operator, "weight", weight)
-    if rows.dtype not in PARAMETERS:
-        raise check.wrong_dtype(operator, "rows", "float16, bfloat16, float32 or float64", rows)
-    if rows.ndim != 2:
-        raise check.wrong_shape(operator, "rows", "[R, I]", rows)
-    if weight.ndim != 3 or weight.shape[2] != rows.shape[1]:
-        raise check.wrong_shape(operator, "weight", f"[E, O, I] with I = {rows.shape[1]}, as rows", weight)
-    check.same_device(operator, "rows", rows, "weight", weight)
-    if bias is not None:
-        check.tensor(operator, "bias", bias)
-        if bias.shape != weight.shape[:2]:
-            raise check.wrong_shape(operator, "bias", f"[E, O] = {list(weight.shape[:2])}, as weight", bias)
-        check.same_device(operator, "rows", rows, "bias", bias)
-    sizes = _sizes(operator, "sizes", sizes, rows.shape[0])
-    if sizes.dtype != torch.int64:
-        raise check.wrong_dtype(operator, "sizes", "torch.int64", sizes)
-    if sizes.ndim != 1 or sizes.shape[0] != weight.shape[0]:
-        raise check.wrong_shape(operator, "sizes", f"[E] with E = {weight.shape[0]}, as weight", sizes)
-    device = rows.device.type
-    if _autocast_is_on(device):
-        autocast = torch.get_autocast_dtype(device)
-        rows, weight = (t if t.dtype == torch.float64 else t.to(autocast) for t in (rows, weight))
-        if bias is not None and bias.dtype != torch.float64:
-            bias = bias.to(autocast)
-    if weight.dtype != rows.dtype:
-        raise check.wrong_dtype(operator, "weight", f"{rows.dtype}, as rows", weight)
-    if bias is not None and bias.dtype != rows.dtype:
-        raise check.wrong_dtype(operator, "bias", f"{rows.dtype}, as rows", bias)
-    if sizes.is_meta and not rows.is_meta:
-        raise check.wrong_value(operator, "sizes", f"on {rows.device} or the CPU", sizes.device)
-    return _linear(rows, weight, sizes if sizes.is_meta else sizes.cpu(), bias)
-
-
-def _sizes(operator: str, argument: str, sizes: Any, num_rows: int) -> Tensor:
-    """The rows of each expert as a tensor. One that is given is read, and looked at, by the kernel."""
-    if isinstance(sizes, Tensor):
-        return check.tensor(operator, argument, sizes)
-    if not isinstance(sizes, Sequence) or isinstance(sizes, str | bytes):
-        raise check.wrong_type(operator, argument, "an int64 tensor or a sequence of ints", sizes)
-    for size in sizes:
-        check.integer(operator, argument, size)
-    _check_counts(operator, argument, sizes, num_rows)
-    return torch.tensor(sizes, dtype=torch.int64, device="cpu")
-
-
-# ---------------------------------------------------------------------------------------------------
-# Modules
-# ---------------------------------------------------------------------------------------------------
 
 
 def _check_sizes(operator: str, **sizes: Any) -> None:
@@ -252,7 +49,7 @@ def _check_sizes(operator: str, **sizes: Any) -> None:
 def _check_factory(operator: str, device: Any, dtype: Any) -> None:
     """Where parameters are to live, and their dtype."""
     if dtype is not None:
-        check.float_dtype(operator, "dtype", dtype, PARAMETERS)
+        check.float_dtype(operator, "dtype", dtype, FLOATS)
     if device is None:
         return
     if not isinstance(device, torch.device | str | int) or isinstance(device, bool):
@@ -272,7 +69,7 @@ def _check_backend(operator: str, backend: Any) -> None:
 def _check_tokens(operator: str, argument: str, tokens: Any, wanted: str, weight: Tensor) -> None:
     """A dense floating tensor on the weight's device, as wide as the weight [.., H]."""
     check.tensor(operator, argument, tokens)
-    if tokens.dtype not in PARAMETERS:
+    if tokens.dtype not in FLOATS:
         raise check.wrong_dtype(operator, argument, "float16, bfloat16, float32 or float64", tokens)
     if tokens.ndim == 0 or tokens.shape[-1] != weight.shape[1]:
         raise check.wrong_shape(operator, argument, f"{wanted} with H = {weight.shape[1]}", tokens)
@@ -305,7 +102,7 @@ class SwiGLU(nn.Module):
         if type(self.gate_up_proj) is nn.Linear:  # what replaced it (quantised, adapted) has weights of its own kind
             weight = self.gate_up_proj.weight
             _check_tokens("nn.SwiGLU", "x", x, "[..., H]", weight)
-            if x.dtype is not weight.dtype and not _autocast_is_on(x.device.type):
+            if x.dtype is not weight.dtype and not autocast_is_on(x.device.type):
                 raise check.wrong_dtype("nn.SwiGLU", "x", f"{weight.dtype}, as the layer's weights", x)
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         result: Tensor = self.down_proj(F.silu(gate) * up)
@@ -352,7 +149,7 @@ class Experts(nn.Module):
         check.tensor(operator, "rows", rows)
         if rows.ndim != 2 or rows.shape[1] != self.down_proj.shape[1]:
             raise check.wrong_shape(operator, "rows", f"[R, H] with H = {self.down_proj.shape[1]}", rows)
-        rows_per_expert = _sizes(operator, "rows_per_expert", rows_per_expert, rows.shape[0])
+        rows_per_expert = check_sizes(operator, "rows_per_expert", rows_per_expert, rows.shape[0])
         if not rows_per_expert.is_meta:
             rows_per_expert = rows_per_expert.cpu()  # once, not in each of the products
         gate, up = grouped_linear(rows, self.gate_up_proj, rows_per_expert).chunk(2, dim=-1)
@@ -441,7 +238,7 @@ class Router(nn.Module):
                 raise check.wrong_shape("nn.Router", "expert_ids", wanted, expert_ids)
         wide = torch.float64 if tokens.dtype == torch.float64 else torch.float32
         device = tokens.device.type
-        if _autocast_is_on(device):
+        if autocast_is_on(device):
             with torch.autocast(device, enabled=False):
                 logits = F.linear(tokens.to(wide), self.weight.to(wide))
         else:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # unlike torch.compiler.disable it does not load the compiler
 from torch.autograd import forward_ad
 
 from moeroute.ops.registration import operator
@@ -72,7 +73,7 @@ def differentiable(
         return total
 
     members: dict[str, Any] = {
-        "forward": staticmethod(lambda *arguments: overload(*arguments)),
+        "forward": staticmethod(overload),
         "setup_context": staticmethod(setup_context),
         "backward": staticmethod(derivative),
         "generate_vmap_rule": True,
@@ -81,7 +82,14 @@ def differentiable(
         members["jvp"] = staticmethod(jvp)
     function = type(name, (torch.autograd.Function,), members)
 
+    @_disable_dynamo
+    def uncompiled_under_torch_func(*arguments: Any) -> Any:
+        """torch.compile cannot trace such a Function: the frame that transforms runs uncompiled."""
+        return function.apply(*arguments)  # type: ignore[attr-defined]
+
     def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return uncompiled_under_torch_func(*arguments) if _transforms_active() else recorded(*arguments)
         return function.apply(*arguments) if transformed() else recorded(*arguments)  # type: ignore[attr-defined]
 
     return call

@@ -1,0 +1,205 @@
+"""Products over expert segments: one linear map per expert, plain torch.
+
+The first sizes[0] rows belong to expert 0, the next sizes[1] to expert 1, and so on; rows beyond the last segment
+are padding and are never read. Two operators, closed under differentiation:
+
+    y = grouped_linear(x, w, c)   y_e = x_e w_e^T + c_e   dx = grouped_linear(dy, w^T)   dw = grouped_outer(dy, x)
+                                                          dc = grouped_outer(dy, 1)
+    g = grouped_outer(a, b)       g_e = a_e^T b_e         da = grouped_linear(b, dg)     db = grouped_linear(a, dg^T)
+
+Autograd's own way, weight[e] in a loop, would build a gradient of the size of all experts for each.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeroute import check, memory
+from moeroute.ops.differentiation import differentiable
+from moeroute.ops.registration import LIBRARY, implement
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+LIBRARY.define("grouped_linear(Tensor rows, Tensor weight, Tensor sizes, Tensor? bias) -> Tensor")
+LIBRARY.define("grouped_outer(Tensor left, Tensor right, Tensor sizes) -> Tensor")
+
+
+def _check_counts(operator: str, argument: str, counts: Sequence[int], num_rows: int) -> None:
+    if any(count < 0 for count in counts) or sum(counts) > num_rows:
+        wanted = f"at least 0 each and no more than the {num_rows} rows in all"
+        raise check.wrong_value(operator, argument, wanted, counts)
+
+
+def _segments(operator: str, sizes: Tensor, num_rows: int) -> list[tuple[int, int]]:
+    counts = sizes.tolist()
+    _check_counts(operator, "sizes", counts, num_rows)
+    stops = list(itertools.accumulate(counts))
+    return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+
+
+def _grouped_linear_kernel(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
+    segments = _segments("nn.grouped_linear", sizes, rows.shape[0])
+    out = memory.empty((rows.shape[0], weight.shape[1]), rows.dtype, rows.device)
+    for expert, (start, stop) in enumerate(segments):
+        if stop > start:
+            matrix = weight[expert].t()
+            if bias is None:
+                torch.mm(rows[start:stop], matrix, out=out[start:stop])
+            else:
+                torch.addmm(bias[expert], rows[start:stop], matrix, out=out[start:stop])
+    out[segments[-1][1] if segments else 0 :].zero_()
+    return out
+
+
+def _grouped_outer_kernel(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    segments = _segments("nn.grouped_outer", sizes, left.shape[0])
+    out = memory.empty((len(segments), left.shape[1], right.shape[1]), left.dtype, left.device)
+    for expert, (start, stop) in enumerate(segments):
+        if stop > start:
+            torch.mm(left[start:stop].t(), right[start:stop], out=out[expert])
+        else:
+            out[expert].zero_()
+    return out
+
+
+implement(
+    "grouped_linear",
+    _grouped_linear_kernel,
+    lambda rows, weight, sizes, bias: rows.new_empty(rows.shape[0], weight.shape[1]),
+)
+implement(
+    "grouped_outer",
+    _grouped_outer_kernel,
+    lambda left, right, sizes: left.new_empty(sizes.shape[0], left.shape[1], right.shape[1]),
+)
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])  # nothing depends on the bias
+
+
+def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
+    rows, weight, sizes = ctx.saved_tensors
+    needs_rows, needs_weight, _, needs_bias = ctx.needs_input_grad
+    grad_rows = _linear(grad, weight.transpose(1, 2), sizes) if needs_rows else None
+    grad_weight = grad_bias = None
+    if needs_weight and weight.stride(1) == 1:
+        # A transposed weight [E, I, O]: a gradient of other strides would be copied when it is kept.
+        grad_weight = _outer(rows, grad, sizes).transpose(1, 2)
+    elif needs_weight:
+        grad_weight = _outer(grad, rows, sizes)
+    if needs_bias:
+        grad_bias = _outer(grad, grad.new_ones(grad.shape[0], 1), sizes).squeeze(2)
+    return grad_rows, grad_weight, None, grad_bias
+
+
+def _grouped_outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    left, right, sizes = ctx.saved_tensors
+    needs_left, needs_right, _ = ctx.needs_input_grad
+    grad_left = _linear(right, grad, sizes) if needs_left else None
+    grad_right = _linear(left, grad.transpose(1, 2), sizes) if needs_right else None
+    return grad_left, grad_right, None
+
+
+def _grouped_linear_tangent(
+    ctx: Any, inputs: tuple[Any, ...], output: Tensor, tangents: tuple[Tensor | None, ...]
+) -> Tensor | None:
+    rows, weight, sizes, _ = inputs
+    move_rows, move_weight, _, move_bias = tangents
+    terms = []
+    if move_rows is not None:
+        terms.append(_linear(move_rows, weight, sizes))
+    if move_weight is not None:
+        terms.append(_linear(rows, move_weight, sizes))
+    if move_bias is not None:
+        terms.append(_linear(rows.new_ones(rows.shape[0], 1), move_bias[..., None], sizes))
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+_grouped_linear = differentiable(
+    "grouped_linear", _grouped_linear_backward, _save_inputs, tangent=_grouped_linear_tangent
+)
+_outer = differentiable("grouped_outer", _grouped_outer_backward, _save_inputs, linear_in=(0, 1))
+
+
+def _linear(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = _grouped_linear(rows, weight, sizes, bias)
+    return result
+
+
+def autocast_is_on(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """One linear map per expert over contiguous segments: ``out[segment e] = rows[segment e] @ weight[e].T + bias[e]``.
+
+    Rows beyond the last segment are padding: they are not read, their output and their gradient are 0, with a bias too.
+    Every product is written where it belongs, forward and backward; nothing is copied or concatenated.
+    Like `torch.nn.Linear` it works in autocast's dtype where autocast is on. Differentiable to any order,
+    forward mode included.
+
+    Args:
+        rows: [R, I], float.
+        weight: [E, O, I], the dtype of rows; of any strides, so a weight that is stored as [E, I, O] is
+            given as ``weight.transpose(1, 2)``, and its gradient lies as the weight does.
+        sizes: [E] rows of each expert, in order: ints, or an int64 tensor (on another device it is
+            fetched: a synchronisation).
+        bias: [E, O], the dtype of rows, or None.
+
+    >>> import torch
+    >>> from moeroute.nn import grouped_linear
+    >>> rows = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
+    >>> grouped_linear(rows, torch.tensor([[[10.0]], [[100.0]]]), [2, 1]).T
+    tensor([[ 10.,  20., 300.,   0.]])
+    >>> grouped_linear(rows, torch.tensor([[[10.0]], [[100.0]]]), [2, 1], torch.tensor([[1.0], [2.0]])).T
+    tensor([[ 11.,  21., 302.,   0.]])
+    """
+    operator = "nn.grouped_linear"
+    check.tensor(operator, "rows", rows)
+    check.tensor(operator, "weight", weight)
+    if rows.dtype not in FLOATS:
+        raise check.wrong_dtype(operator, "rows", "float16, bfloat16, float32 or float64", rows)
+    if rows.ndim != 2:
+        raise check.wrong_shape(operator, "rows", "[R, I]", rows)
+    if weight.ndim != 3 or weight.shape[2] != rows.shape[1]:
+        raise check.wrong_shape(operator, "weight", f"[E, O, I] with I = {rows.shape[1]}, as rows", weight)
+    check.same_device(operator, "rows", rows, "weight", weight)
+    if bias is not None:
+        check.tensor(operator, "bias", bias)
+        if bias.shape != weight.shape[:2]:
+            raise check.wrong_shape(operator, "bias", f"[E, O] = {list(weight.shape[:2])}, as weight", bias)
+        check.same_device(operator, "rows", rows, "bias", bias)
+    sizes = check_sizes(operator, "sizes", sizes, rows.shape[0])
+    if sizes.dtype != torch.int64:
+        raise check.wrong_dtype(operator, "sizes", "torch.int64", sizes)
+    if sizes.ndim != 1 or sizes.shape[0] != weight.shape[0]:
+        raise check.wrong_shape(operator, "sizes", f"[E] with E = {weight.shape[0]}, as weight", sizes)
+    device = rows.device.type
+    if autocast_is_on(device):
+        autocast = torch.get_autocast_dtype(device)
+        rows, weight = (t if t.dtype == torch.float64 else t.to(autocast) for t in (rows, weight))
+        if bias is not None and bias.dtype != torch.float64:
+            bias = bias.to(autocast)
+    if weight.dtype != rows.dtype:
+        raise check.wrong_dtype(operator, "weight", f"{rows.dtype}, as rows", weight)
+    if bias is not None and bias.dtype != rows.dtype:
+        raise check.wrong_dtype(operator, "bias", f"{rows.dtype}, as rows", bias)
+    if sizes.is_meta and not rows.is_meta:
+        raise check.wrong_value(operator, "sizes", f"on {rows.device} or the CPU", sizes.device)
+    return _linear(rows, weight, sizes if sizes.is_meta else sizes.cpu(), bias)
+
+
+def check_sizes(operator: str, argument: str, sizes: Any, num_rows: int) -> Tensor:
+    """The rows of each expert as a tensor. One that is given is read, and looked at, by the kernel."""
+    if isinstance(sizes, Tensor):
+        return check.tensor(operator, argument, sizes)
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str | bytes):
+        raise check.wrong_type(operator, argument, "an int64 tensor or a sequence of ints", sizes)
+    for size in sizes:
+        check.integer(operator, argument, size)
+    _check_counts(operator, argument, sizes, num_rows)
+    return torch.tensor(sizes, dtype=torch.int64, device="cpu")

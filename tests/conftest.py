@@ -1,7 +1,10 @@
 """Fixtures of the whole suite: the backends, and fresh memory that shows when it was not written."""
 
 import os
-from collections.abc import Iterator
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 # Triton's kernels run on the CPU, in its interpreter. Read when a kernel is defined.
@@ -12,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from moeroute import backend as backends
+from moeroute.aclnn.library import build
 
 # No deadline: the first example compiles. Derandomised: the suite says the same thing every time.
 settings.register_profile(
@@ -48,3 +52,53 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(former)
+
+
+# ---------------------------------------------------------------------------- C++ programs
+
+COMPILER = shutil.which("g++") or shutil.which("c++")
+EXAMPLES = Path(__file__).parents[1] / "examples" / "aclnn"
+
+
+@pytest.fixture(scope="session")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The C library, built once."""
+    if COMPILER is None:
+        pytest.skip("no C++ compiler")
+    try:
+        build._libpython()
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+    folder = tmp_path_factory.mktemp("aclnn")
+    build.build(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def compiled(prefix: Path) -> Callable[[str, str], Path]:
+    """`compiled(name, text)`: the program of this source, linked as a user would."""
+
+    def program(name: str, text: str) -> Path:
+        source, result = prefix / f"{name}.cpp", prefix / name
+        source.write_text(text)
+        command = [str(COMPILER), "-std=c++11", "-Wall", "-Wextra", "-Werror", str(source), "-o", str(result)]
+        command += [f"-I{prefix}/include", f"-I{EXAMPLES}", f"-L{prefix}/lib", f"-Wl,-rpath,{prefix}/lib"]
+        subprocess.run([*command, "-lascendcl", "-lnnopbase", "-lopapi", "-pthread", "-ldl"], check=True)
+        return result
+
+    return program
+
+
+@pytest.fixture(scope="session")
+def run() -> Callable[..., subprocess.CompletedProcess[str]]:
+    def ran(program: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(program), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, **environment},
+        )
+
+    return ran

@@ -8,6 +8,8 @@ start (loader.c). libnnopbase.so and libopapi.so ask libascendcl.so: a process h
 import contextlib
 import io
 import os
+import platform
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -21,6 +23,7 @@ from moeroute.aclnn.library import prototypes
 
 MODULE = "_moeroute_acl"
 PYTHON_LIBRARY = "libmoeroute_acl.so"
+SECURE_LIBRARY = "libc_sec.so"
 
 HERE = Path(__file__).parent
 
@@ -33,41 +36,118 @@ extern const char *moeroute_acl_failure(void);
 """
 
 
+# Names that programs for CANN link, source or look below; for most of them our libraries have all there is.
+_LINKS = {
+    "lib64": "lib",
+    **{f"lib/libopapi_{part}.so": "libopapi.so" for part in ("transformer", "math", "nn", "cv")},
+    **{f"lib/lib{name}.so": "libascendcl.so" for name in ("hccl", "hccl_fwk")},
+    f"{platform.machine()}-linux/include": "../include",
+    f"{platform.machine()}-linux/lib64": "../lib",
+}
+
+_SET_ENV = """\
+# moeroute: source this file, and programs for CANN are built with this folder and find its libraries.
+if [ -n "${BASH_SOURCE:-}" ]; then
+    ASCEND_HOME_PATH=$(cd -- "$(dirname -- "$BASH_SOURCE")" >/dev/null && pwd)
+else
+    ASCEND_HOME_PATH=%s
+fi
+ASCEND_TOOLKIT_HOME=$ASCEND_HOME_PATH
+LD_LIBRARY_PATH=$ASCEND_HOME_PATH/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+export ASCEND_HOME_PATH ASCEND_TOOLKIT_HOME LD_LIBRARY_PATH
+"""
+_SETENV_BASH = """\
+# moeroute: the same as set_env.sh, where older toolkits have it.
+. "$(dirname -- "${BASH_SOURCE[0]}")/../set_env.sh"
+"""
+
+
 def build(prefix: Path) -> list[Path]:
-    """Write include/ and lib/ under `prefix`; returns the files. SystemExit says what is missing."""
+    """Write headers, libraries and what a toolkit has beside them under `prefix`; returns the files.
+
+    SystemExit says what is missing.
+    """
     if sys.platform != "linux":
         _missing(f"Linux; got {sys.platform}")
     cffi, compiler, python = _cffi(), _compiler(), _libpython()
     prefix = prefix.resolve()
-    include, lib = prefix / "include", prefix / "lib"
-    files = []
-    for path, text in prototypes.headers().items():
-        file = include / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        files.append(file)
-    lib.mkdir(parents=True, exist_ok=True)
-    first, *others = prototypes.libraries()
-    with tempfile.TemporaryDirectory(dir=prefix) as work:
+    headers = {**prototypes.headers(), "securec.h": (HERE / "securec.h").read_text()}
+    contents = {f"include/{path}": text.encode() for path, text in headers.items()}
+    contents["set_env.sh"] = (_SET_ENV % shlex.quote(str(prefix))).encode()
+    contents["bin/setenv.bash"] = _SETENV_BASH.encode()
+    with tempfile.TemporaryDirectory() as work:
         place = Path(work)
-        names = [PYTHON_LIBRARY, first, *others]
-        for name in names:
-            source = place / f"{name}.c"
-            if name == PYTHON_LIBRARY:
-                _write_python_side(cffi, source)
-                flags = [f"-I{sysconfig.get_path('include')}", f"-I{sysconfig.get_path('platinclude')}"]
-                flags += [f"-L{python.parent}", f"-l:{python.name}", f"-Wl,-rpath,{python.parent}"]
-            elif name == first:
-                source.write_text((HERE / "loader.c").read_text() + _wrappers(name))
-                flags = []
-            else:
-                source.write_text(_wrappers(name))
-                flags = [f"-L{place}", f"-l:{first}", "-Wl,-rpath,$ORIGIN"]
-            _compile(compiler, place, name, [f"-I{include}", str(source), *flags, "-ldl", "-lpthread"])
-        for name in names:
-            os.replace(place / name, lib / name)
-            files.append(lib / name)
-    return files
+        for path, text in headers.items():
+            (place / path).parent.mkdir(parents=True, exist_ok=True)
+            (place / path).write_text(text)
+        for name, flags in _libraries(cffi, python, place).items():
+            _compile(compiler, place, name, flags)
+            contents[f"lib/{name}"] = (place / name).read_bytes()
+    return _install(prefix, contents, _LINKS)
+
+
+def _libraries(cffi: type, python: Path, place: Path) -> dict[str, list[str]]:
+    """Each library with what the compiler needs for it, in the order in which they link; writes their sources."""
+    first, *others = prototypes.libraries()
+    found = {}
+    for name in (PYTHON_LIBRARY, SECURE_LIBRARY, first, *others):
+        source = place / f"{name}.c"
+        flags = found[name] = [str(source)]
+        if name == PYTHON_LIBRARY:
+            _write_python_side(cffi, source)
+            flags += [f"-I{sysconfig.get_path('include')}", f"-I{sysconfig.get_path('platinclude')}"]
+            flags += [f"-L{python.parent}", f"-l:{python.name}", f"-Wl,-rpath,{python.parent}"]
+        elif name == SECURE_LIBRARY:
+            source.write_text((HERE / "securec.c").read_text())
+        elif name == first:
+            source.write_text((HERE / "loader.c").read_text() + _wrappers(name))
+        else:
+            source.write_text(_wrappers(name))
+            flags += [f"-L{place}", f"-l:{first}", "-Wl,-rpath,$ORIGIN"]
+    return found
+
+
+def _install(prefix: Path, contents: dict[str, bytes], links: dict[str, str]) -> list[Path]:
+    """Each file and link is made beside its place and moved there, in folders that are reached through no link:
+    nothing that another user may have put into `prefix` is followed or written through."""
+    prefix.mkdir(parents=True, exist_ok=True)
+    for path, made in {**contents, **links}.items():
+        folder = os.open(prefix, os.O_RDONLY | os.O_DIRECTORY)
+        *folders, name = path.split("/")
+        try:
+            for step in folders:
+                outer, folder = folder, _folder(folder, step)
+                os.close(outer)
+            _place(folder, name, made)
+        except OSError as error:
+            what = f"the folders above it must be folders and no links, its place free or a file; got {error.strerror}"
+            raise SystemExit(f"moeroute aclnn build cannot write {prefix / path}: {what}") from None
+        finally:
+            os.close(folder)
+    return [prefix / path for path in (*contents, *links)]
+
+
+def _folder(outer: int, name: str) -> int:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, dir_fd=outer)
+    return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=outer)
+
+
+def _place(folder: int, name: str, made: bytes | str) -> None:
+    """A file with these bytes, or a link to this name; programs that have the former file open keep it."""
+    beside = f".{name}.{secrets.token_hex(8)}"
+    if isinstance(made, str):
+        os.symlink(made, beside, dir_fd=folder)
+    else:
+        mode = 0o755 if ".so" in name else 0o644
+        file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode, dir_fd=folder)
+        with open(file, "wb") as stream:
+            stream.write(made)
+    try:
+        os.rename(beside, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError:
+        os.unlink(beside, dir_fd=folder)
+        raise
 
 
 def _missing(what: str) -> NoReturn:
@@ -142,8 +222,8 @@ def _c_string(text: str) -> str:
 
 
 def _compile(compiler: list[str], place: Path, name: str, flags: list[str]) -> None:
-    command = [*compiler, "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-Wl,-soname,{name}"]
-    command += ["-o", str(place / name), *flags]
+    command = [*compiler, "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{place}", f"-Wl,-soname,{name}"]
+    command += ["-o", str(place / name), *flags, "-ldl", "-lpthread"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"moeroute aclnn build: {shlex.join(command)}\n{done.stderr.strip()}")

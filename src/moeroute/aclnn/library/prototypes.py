@@ -140,8 +140,13 @@ aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *executor);
 aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor);
 """
 
-# Generated headers spell the name so, hand-written programs as the table does.
-ALIASES = {"aclnn_moe_gating_top_kbackward.h": "aclnn_moe_gating_top_k_backward.h"}
+# Other names of headers, which programs include too.
+ALIASES = {
+    "acl/acl_base.h": "acl/acl.h",
+    "acl/acl_rt.h": "acl/acl.h",
+    "aclnn/aclnn_base.h": "aclnn/acl_meta.h",
+    "aclnnop/aclnn_moe_gating_top_kbackward.h": "aclnnop/aclnn_moe_gating_top_k_backward.h",  # as CANN generates it
+}
 
 # What crosses into Python. Handles and addresses are numbers there; what the library writes to stays a pointer.
 _IN_PYTHON = {
@@ -282,8 +287,12 @@ def headers() -> dict[str, str]:
             "\n".join(map(operator_text, names)),
             " and ".join(f"aclnn{name}" for name in names),
         )
+    found["aclnnop/aclnn_ops_transformer.h"] = _header(
+        "aclnnop/aclnn_ops_transformer.h", tuple(f"aclnnop/{file}" for file in operators), "", "every operator"
+    )
     for alias, file in ALIASES.items():
-        found[f"aclnnop/{alias}"] = f'/* Another name of {file}. */\n#include "{file}"\n'
+        name = file.rpartition("/")[2]  # beside it
+        found[alias] = f'/* Another name of {name}. */\n#include "{name}"\n'
     return found
 
 

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -200,8 +200,8 @@ def test_layer_under_torch_func() -> None:
     parameters = dict(layer.named_parameters())
     samples = torch.randn(3, 5, 8).double()
 
-    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, parameters, (x,)).square().sum()
+    def loss(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, dict(parameters), (x,)).square().sum()
 
     per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, samples)
     for i, x in enumerate(samples):

@@ -1,6 +1,6 @@
 """Inputs that broke other people's routing.
 
-Each number, B01 to B166, is a public report by somebody who does this work. Its small input is a test in this folder,
+Each number, B01 to B166 and N01 to N38, is a public report by somebody who does this work. Its small input is a test in this folder,
 named after it, or one of those that ELSEWHERE names. None is left out: what happened on several ranks is played by
 several ranks in one process, and where a report took gigabytes the memory is mapped but hardly touched.
 """
@@ -18,6 +18,7 @@ ALL = (
     118, 119, 121, 122, 124, 125, 127, 128, 130, 131, 133, 134, 136, 137, 139, 140, 142, 143, 145, 146, 148,
     149, 151, 152, 154, 155, 157, 158, 160, 161, 163, 164, 166
 )  # fmt: skip
+SECOND = (1, 2, 4, 5, 7, 8, 11, 14, 16, 17, 19, 20, 22, 25, 26, 28, 31, 32, 34, 35, 37, 38)
 
 # Reports whose very input is a test of the part that it concerns.
 ELSEWHERE = {
@@ -134,6 +135,14 @@ ELSEWHERE = {
         "test_nn.py::test_a_token_does_not_depend_on_its_neighbours",
         "test_permutation.py::test_bits_do_not_depend_on_threads_or_batch",
     ],
+    "N01": ["test_out.py::test_what_autograd_saved_is_missed"],
+    "N02": ["test_torch.py::test_a_trace_answers_other_inputs"],
+    "N04": ["test_library_host.py::test_ctrl_c_is_the_programs"],
+    "N05": ["test_nn.py::test_layer_under_torch_func", "test_nn.py::test_grouped_linear_under_torch_func"],
+    "N07": ["test_runtime.py::test_a_threading_layer_that_is_not_installed"],
+    "N08": ["test_runtime.py::test_numba_that_compiles_nothing"],
+    "N11": ["test_library_host.py::test_the_environment_of_the_program_is_not_ours"],
+    "N37": ["test_torch.py::test_without_a_cache_folder_kernels_run_and_info_says_so"],
 }
 
 
@@ -144,13 +153,13 @@ def functions_of(file: Path) -> list[str]:
 
 def test_every_report_is_a_test_here_or_elsewhere() -> None:
     here = {
-        f"B{number}"
+        number.upper()
         for file in Path(__file__).parent.glob("*.py")
         for name in functions_of(file)
-        if (numbers := re.match(r"test((?:_b\d+)+)_", name))
-        for number in re.findall(r"\d+", numbers[1])
+        if (numbers := re.match(r"test((?:_[bn]\d+)+)_", name))
+        for number in re.findall(r"[bn]\d+", numbers[1])
     }
-    assert here | set(ELSEWHERE) == {f"B{number:02}" for number in ALL}
+    assert here | set(ELSEWHERE) == {f"B{number:02}" for number in ALL} | {f"N{number:02}" for number in SECOND}
     assert here.isdisjoint(ELSEWHERE)
 
 

@@ -111,7 +111,8 @@ def _install(prefix: Path, contents: dict[str, bytes], links: dict[str, str]) ->
     """Each file and link is made beside its place and moved there, in folders that are reached through no link:
     nothing that another user may have put into `prefix` is followed or written through."""
     prefix.mkdir(parents=True, exist_ok=True)
-    for path, made in {**contents, **links}.items():
+    everything: dict[str, bytes | str] = {**contents, **links}
+    for path, made in everything.items():
         folder = os.open(prefix, os.O_RDONLY | os.O_DIRECTORY)
         *folders, name = path.split("/")
         try:

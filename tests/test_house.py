@@ -5,6 +5,7 @@ Read with `ast` where the text is enough.
 
 import ast
 import inspect
+import platform
 import pydoc
 import re
 from collections.abc import Iterator
@@ -273,6 +274,9 @@ LOOSE = re.compile(
     r"|\b(fadd|fsub|fmul|fdiv|frem|fneg|fcmp|fptrunc|fpext|call|select|phi) (fast|nnan|ninf|nsz|arcp|contract|afn|reassoc)\b"
 )
 
+ARITHMETIC = re.compile(r"\b(fadd|fsub|fmul|fdiv)\b")
+MODE = re.compile(r"asm sideeffect \"(ldmxcsr|msr fpcr)")
+
 
 def code_of(function: object, types: tuple[object, ...]) -> str:
     """The optimised LLVM code of a function and all that it calls, without Numba's wrapper for Python.
@@ -318,6 +322,8 @@ def test_kernels_compute_in_float32_and_round_every_operation(number: int, key: 
     for forbidden in (DOUBLE, LOOSE):
         lines = [line.strip() for line in code.splitlines() if forbidden.search(line)]
         assert not lines, lines[:5]
+    if ARITHMETIC.search(code) and platform.machine() in ("x86_64", "AMD64", "aarch64", "arm64"):
+        assert MODE.search(code), "arithmetic in the mode of whoever calls: see exact_floats"
 
 
 def test_the_look_at_the_code_finds_what_it_looks_for() -> None:

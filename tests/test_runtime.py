@@ -1,5 +1,6 @@
 """What surrounds the CPU kernels: processors without half precision, threads that cannot start, damaged caches, modes."""
 
+import ctypes
 import importlib.util
 import os
 import platform
@@ -7,7 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import moeroute
 from moeroute import backend as backends
+from moeroute import verify
 from moeroute.testing import assert_same_bits
 
 pytestmark = pytest.mark.skipif(backends.unavailable("cpu") is not None, reason="no CPU kernels here")
@@ -302,3 +305,98 @@ def test_a_process_with_a_damaged_cache_serves_and_says_so(tmp_path: Path) -> No
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))"
     assert info(limit).startswith(f"{clean}; not all could be written: ")
     assert not list(tmp_path.rglob("*.tmp.*"))
+
+
+# ---------------------------------------------------------------------------- the processor's mode
+
+FLUSHED = """
+    import math, torch, moeroute
+    torch.set_num_threads(2)
+    plan = moeroute.plan_from_expert_ids(torch.arange(8192).reshape(4096, 2) % 8, 8)
+    rows = torch.ones(8192, 64)
+    if {threads_first}:
+        moeroute.unpermute(rows, plan)  # its threads keep their mode
+    weights = torch.full((4096, 2), 1e-39)
+    tiny = rows * 2.0**-140
+    (bits,) = weights.view(torch.int32).unique().tolist()
+    assert torch.set_flush_denormal(True)
+    output, grad_weights = moeroute.unpermute_backward(rows[:4096], tiny, plan, weights)
+    print((output.view(torch.int32) == bits).all().item(), (grad_weights.view(torch.int32) == 1 << 15).all().item())
+    output = moeroute.unpermute(rows, plan, weights)
+    print((output.view(torch.int32) == 2 * bits).all().item())
+    gating = moeroute.gating_topk(torch.tensor([[0.0, -100.0]]).expand(4096, 2), 2, score="softmax")
+    print((gating.weights.view(torch.int32)[:, 1] == round(math.exp(-100) * 2**149)).all().item())
+    print(torch.tensor(1e-30).mul(1e-10).item(), torch.ones(1 << 20).mul(1e-30).mul(1e-10).max().item())
+"""
+
+
+@pytest.fixture
+def flushing() -> Iterator[None]:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    yield
+    torch.set_flush_denormal(False)
+
+
+def product(x: float, y: float) -> float:
+    return torch.tensor(x).mul(y).item()
+
+
+@pytest.mark.usefixtures("flushing")
+@pytest.mark.filterwarnings("ignore:The value of the smallest subnormal")  # NumPy, when Numba first asks it for limits
+@pytest.mark.parametrize(
+    "only",
+    ("sigmoid", "topk_softmax", "combine init", "row_dots bias", "spread", "unpermute", "permute_weights_backward"),
+)
+def test_subnormal_numbers_are_kept_where_they_are_flushed(only: str) -> None:
+    count, failures = verify.run([("cpu", torch.device("cpu"))], only)
+    assert count > 0
+    assert not failures, failures[:3]
+    assert product(1e-30, 1e-10) == 0.0, "the kernels must leave the mode as it was"
+
+
+@pytest.mark.usefixtures("flushing")
+def test_what_the_reference_loses_where_numbers_are_flushed() -> None:
+    """So the measure of `verify` is computed without."""
+    plan = moeroute.plan_from_expert_ids(torch.zeros(1, 1, dtype=torch.int64), 1)
+    assert (
+        moeroute.combine(torch.ones(1, 1), plan, torch.full((1,), 1e-30), backend="reference").mul(1e-10).item() == 0.0
+    )
+    with verify.subnormals_kept():
+        assert product(1e-30, 1e-10) > 0.0
+    assert product(1e-30, 1e-10) == 0.0
+
+
+@pytest.mark.usefixtures("flushing")
+@pytest.mark.parametrize("threads_first", (False, True))
+def test_subnormal_numbers_do_not_depend_on_the_thread(threads_first: bool) -> None:
+    said = run(FLUSHED.format(threads_first=threads_first), NUMBA_NUM_THREADS="2")
+    assert said.splitlines()[:3] == ["True True", "True", "True"]
+    assert float(said.split()[4]) == 0.0
+
+
+def test_every_operation_rounds_to_nearest_whatever_the_mode() -> None:
+    """C's `fesetround` in this thread."""
+    upwards = {"x86_64": 0x800, "aarch64": 0x400000}.get(platform.machine())
+    if upwards is None or sys.platform != "linux":
+        pytest.skip("the number of the mode is not known here")
+    library = ctypes.CDLL("libm.so.6")
+    plan = moeroute.plan_from_expert_ids(torch.zeros(1, 3, dtype=torch.int64), 1)
+    rows, weights = torch.rand(3, 200), torch.rand(3)
+    logits = torch.randn(3, 100)
+
+    def results() -> Any:
+        return moeroute.combine(rows, plan, weights, backend="cpu"), moeroute.gating_topk(logits, 5, backend="cpu")
+
+    expected = results()
+    former = library.fegetround()
+    assert library.fesetround(upwards) == 0
+    try:
+        found = results()
+        kept = library.fegetround()
+        torch_rounds_up = torch.tensor(1.0).add(1e-10).item() > 1.0
+    finally:
+        library.fesetround(former)
+    assert kept == upwards
+    assert torch_rounds_up
+    assert_same_bits(found, expected)

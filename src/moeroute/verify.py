@@ -5,6 +5,7 @@ made on the CPU from a seed, so all devices get the same ones: small, with odd s
 infinities, denormal numbers, empty slots and ids of nobody.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -261,19 +262,43 @@ def can_run(backend: str, device: torch.device) -> bool:
     return True
 
 
+def flushes_subnormals() -> bool:
+    """Whether `torch.set_flush_denormal(True)` holds in this thread."""
+    return torch.tensor(1e-30).mul(1e-10).item() == 0.0
+
+
+@contextlib.contextmanager
+def subnormals_kept() -> Iterator[None]:
+    """torch computes as without `torch.set_flush_denormal`, in this thread alone: others keep their mode."""
+    if not flushes_subnormals():
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_flush_denormal(False)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(True)
+
+
 def run(
     places: Sequence[tuple[str, torch.device]], only: str = "", seed: int = 0, part: tuple[int, int] = (0, 1)
 ) -> tuple[int, list[str]]:
     """How many checks (whose name contains `only`) were made on each backend and device, and what differed.
 
-    part: (i, n), the i-th of n parts of them.
+    part: (i, n), the i-th of n parts of them. The reference is plain torch: it computes with subnormal numbers kept,
+    the backends in the thread's own mode.
     """
     count, failures = 0, []
-    wanted = [check for check in checks(seed) if only in check.name]
+    with subnormals_kept():
+        wanted = [check for check in checks(seed) if only in check.name]
     number, parts = part
     for check in wanted[len(wanted) * number // parts : len(wanted) * (number + 1) // parts]:
         count += 1
-        expected = check.run("reference", CPU)
+        with subnormals_kept():
+            expected = check.run("reference", CPU)
         for backend, device in places:
             try:
                 assert_same_bits(check.run(backend, device), expected, check.name)

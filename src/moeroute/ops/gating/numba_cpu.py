@@ -19,6 +19,7 @@ from moeroute.ops.simd import (
     advance,
     bits,
     choose,
+    exact_floats,
     float32_ptr,
     floats,
     int32_ptr,
@@ -33,6 +34,7 @@ from moeroute.ops.simd import (
     lowest_bit,
     pairwise,
     pointer_to,
+    restore_floats,
     retyped,
     splat,
     square_root,
@@ -340,6 +342,7 @@ def gating_body(
     ids_stride, scores_stride, logits_stride, given_stride, score, num_groups, topk_groups, top2, renormalize,
     scaling, eps, lo, hi,
 ):  # fmt: skip
+    mode = exact_floats()
     row_size, group_size = num_experts + LANES, num_groups + LANES
     work = np.empty(2 * row_size + k + 2 * LANES + num_experts // LANES + 2 * group_size, np.float32)
     row = pointer_to(work)
@@ -369,6 +372,7 @@ def gating_body(
             chosen[p] = chosen[p] * scaling if ids[p] >= 0 else ZERO
         narrow(weights, weights_dtype, t * weights_stride, chosen, k)
     work[0] = ZERO  # an array is freed after its last use, whoever has its address
+    restore_floats(mode)
 
 
 @parallel_kernel
@@ -595,6 +599,7 @@ def backward_body(
     num_experts, k, out_stride, scores_stride, grad_weights_stride, ids_stride, grad_scores_stride, score, renormalize,
     scaling, eps, lo, hi,
 ):  # fmt: skip
+    mode = exact_floats()
     size = (k + TILE) * LANES
     work = np.empty(4 * size + LANES + num_experts, np.float32)
     chosen = pointer_to(work)
@@ -649,6 +654,7 @@ def backward_body(
                 extra_rows, ids, gammas, score, k, num_experts, out_stride, scores_stride, grad_scores_stride, rows,
             )  # fmt: skip
     work[0] = ZERO  # an array is freed after its last use, whoever has its address
+    restore_floats(mode)
 
 
 @parallel_kernel

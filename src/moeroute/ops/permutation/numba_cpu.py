@@ -21,6 +21,7 @@ from moeroute.ops.simd import (
     copy,
     copy_stream,
     copy_tail,
+    exact_floats,
     fence,
     float32_ptr,
     int32_ptr,
@@ -29,6 +30,7 @@ from moeroute.ops.simd import (
     load_tail,
     pairwise,
     prefetch,
+    restore_floats,
     splat,
     store,
     store_tail,
@@ -92,6 +94,7 @@ def combine_body(
     out, rows, row_of_slot, slot_offsets, topk, num_slots, num_rows, hidden, out_stride, rows_stride, ahead, streaming,
     lo, hi,
 ):  # fmt: skip
+    mode = exact_floats()
     whole = hidden - hidden % (2 * LANES)
     for t in range(lo, hi):
         first = first_slot(slot_offsets, topk, num_slots, t)
@@ -116,6 +119,7 @@ def combine_body(
                     left = left + some(rows, r * rows_stride + h, count)
             put(out, t * out_stride + h, left, count)
     fence()
+    restore_floats(mode)
 
 
 @parallel_kernel
@@ -147,6 +151,7 @@ def combine_weighted_body(
     out, rows, weights, row_of_slot, slot_offsets, topk, num_slots, num_rows, hidden, out_stride, rows_stride, ahead,
     streaming, lo, hi,
 ):  # fmt: skip
+    mode = exact_floats()
     whole = hidden - hidden % (2 * LANES)
     for t in range(lo, hi):
         first = first_slot(slot_offsets, topk, num_slots, t)
@@ -172,6 +177,7 @@ def combine_weighted_body(
                     left = left + splat(w) * some(rows, r * rows_stride + h, count)
             put(out, t * out_stride + h, left, count)
     fence()
+    restore_floats(mode)
 
 
 @parallel_kernel
@@ -191,6 +197,7 @@ def combine_biased_body(
     out, rows, weights, init, init_more, bias, row_of_slot, expert_of_slot, slot_offsets, topk, num_slots, num_rows,
     num_experts, hidden, out_stride, rows_stride, init_stride, init_more_stride, lo, hi,
 ):  # fmt: skip
+    mode = exact_floats()
     for t in range(lo, hi):
         first = first_slot(slot_offsets, topk, num_slots, t)
         last = first_slot(slot_offsets, topk, num_slots, t + 1)
@@ -216,6 +223,7 @@ def combine_biased_body(
                         term = splat(w) * term
                     total = total + term
             put(out, t * out_stride + h, total, count)
+    restore_floats(mode)
 
 
 @parallel_kernel
@@ -319,6 +327,7 @@ def spread_weighted_body(
     out, out_bytes, x, weights, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, hidden,
     element_bytes, out_stride, x_stride, streaming, lo, hi,
 ):  # fmt: skip
+    mode = exact_floats()
     for t in range(lo, min(hi, num_tokens)):
         first = first_slot(slot_offsets, topk, num_slots, t)
         last = first_slot(slot_offsets, topk, num_slots, t + 1)
@@ -331,6 +340,7 @@ def spread_weighted_body(
         out_bytes, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens,
         hidden * element_bytes, out_stride * element_bytes, lo, hi,
     )  # fmt: skip
+    restore_floats(mode)
 
 
 @parallel_kernel
@@ -363,6 +373,7 @@ def row_dots_body(
     dots, y, x, bias, row_of_slot, expert_of_slot, slot_offsets, topk, num_slots, num_rows, num_tokens, num_experts,
     hidden, y_stride, x_stride, lo, hi,
 ):  # fmt: skip
+    mode = exact_floats()
     for t in range(lo, min(hi, num_tokens)):
         first = first_slot(slot_offsets, topk, num_slots, t)
         last = first_slot(slot_offsets, topk, num_slots, t + 1)
@@ -378,6 +389,7 @@ def row_dots_body(
                 dot = dot_row(y, r * y_stride, x, t * x_stride, bias, bias_offset, hidden)
             dots[s] = dot
     zero_unused_slots(dots, slot_offsets, topk, num_slots, num_tokens, lo)
+    restore_floats(mode)
 
 
 @parallel_kernel
@@ -443,6 +455,7 @@ def spread_dots_body(
     out, out_bytes, dots, x, y, weights, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens,
     hidden, element_bytes, out_stride, x_stride, y_stride, ahead, streaming, lo, hi,
 ):  # fmt: skip
+    mode = exact_floats()
     for t in range(lo, min(hi, num_tokens)):
         first = first_slot(slot_offsets, topk, num_slots, t)
         last = first_slot(slot_offsets, topk, num_slots, t + 1)
@@ -467,6 +480,7 @@ def spread_dots_body(
         out_bytes, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens,
         hidden * element_bytes, out_stride * element_bytes, lo, hi,
     )  # fmt: skip
+    restore_floats(mode)
 
 
 @parallel_kernel
@@ -532,6 +546,7 @@ def slot_weights_parallel(
 def slot_weights_backward_body(
     out, grad, expert_of_slot, slot_offsets, topk, num_slots, num_experts, out_stride, accumulate, lo, hi
 ):
+    mode = exact_floats()
     for t in range(lo, hi):
         for e in range(num_experts):
             out[t * out_stride + e] = ZERO
@@ -544,6 +559,7 @@ def slot_weights_backward_body(
                 if accumulate:
                     value = out[t * out_stride + e] + value
                 out[t * out_stride + e] = value
+    restore_floats(mode)
 
 
 @parallel_kernel

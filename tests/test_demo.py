@@ -253,6 +253,7 @@ def test_steps_are_cut_to_the_time(
         assert turns.steps_that_fit(both, 95.0) == steps
     monkeypatch.setattr(turns, "Process", Pretender)
     monkeypatch.setattr(demo, "SECONDS", 0.0)
+    monkeypatch.setattr(demo, "TRAINING_SECONDS", 0.0)
     assert demo.run(out=tmp_path / "cut", parts=["training"]) == 0
     shown = capfd.readouterr().out
     assert f"This machine is slow for 300 steps in two minutes: {turns.TURN} steps instead" in shown
@@ -420,6 +421,7 @@ def test_bits_are_those_of_every_way(
         assert line.way in shown
         assert line.output is None or line.output in shown
     assert "the same bits in all" in shown
+    assert "tokens[index]" in shown
 
 
 def test_hashed_layers_are_the_same_function() -> None:
@@ -483,6 +485,19 @@ def test_resumed_training_is_judged_by_its_digits() -> None:
         assert run.same_weights() is same
     run.weights[1] = (3, "b")
     assert not run.same_weights()
+
+
+def test_a_step_that_differs_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.console import Console
+
+    ours = runs.Run("moeroute", losses=[5.0, 4.0, 3.0], repeated=[(2, 4.0), (3, 3.0)], weights=[(3, "a"), (3, "a")])
+    plain = runs.Run("plain", losses=[5.0, 4.0, 3.0], repeated=[(2, 4.25), (3, 3.0)], weights=[(3, "a"), (3, "b")])
+    screen.print_resumed(Console(), [ours, plain])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "loss of step 2, before the kill 4.0 4.0" in shown
+    assert "the same step, by the new process 4.0 4.25" in shown
+    assert "2 of 2 1 of 2" in shown
+    assert "same bits different" in shown
 
 
 @pytest.mark.parametrize("steps", range(1, 12))

@@ -31,6 +31,7 @@ PACKAGES = ("rich", "matplotlib")
 PARTS = ("bits", "speed", "training")
 SECONDS = 110.0  # for everything; steps are cut to keep it
 RESERVE = 15.0  # of it for resuming, held-out losses, sample text and charts
+TRAINING_SECONDS = 60.0  # of it for the steps at least, however long the other parts took on a busy machine
 LAYER = {"tokens": 256, "width": 128, "experts": 60, "k": 8}  # of the hashes
 
 
@@ -133,7 +134,8 @@ def _tell(
         story.bars = in_order(story.bars)
         screen.print_speed(console, story.bars)
     if "training" in parts:
-        train_both(console, story.runs, order, steps, SECONDS - RESERVE - (time.perf_counter() - begun))
+        left = SECONDS - RESERVE - (time.perf_counter() - begun)
+        train_both(console, story.runs, order, steps, max(left, TRAINING_SECONDS))
 
 
 def _save(folder: Path, story: Story, order: dict[str, Any], saved: list[str]) -> None:

@@ -68,7 +68,7 @@ def print_bits(console: Console, lines: Sequence[Line]) -> None:
     console.print(table)
     console.print(
         f"{say_bits(lines, MOEROUTE)}.\n{say_bits(lines, PLAIN)}.\n"
-        "In plain PyTorch, threads add up the gradient of tokens[index] in the order in which they arrive, sigmoid"
+        "In plain PyTorch, threads add up the gradient of tokens\\[index] in the order in which they arrive, sigmoid"
         " rounds differently in the remainder of a vector, and each way to sum has its own order. Router and experts"
         " compute token by token on both sides, so that only routing is compared.\n",
         soft_wrap=True,
@@ -105,7 +105,8 @@ def print_speed(console: Console, bars: Sequence[Bar]) -> None:
     console.print(table)
     console.print(
         "torch: the usual composition of its operators, which gives the same result. The memory's speed: a copy of as"
-        " many bytes, measured in turns with the operator; data that stays in the cache can exceed it.\n",
+        " many bytes, half read and half written, measured in turns with the operator; one that mostly writes, or"
+        " mostly reads, can exceed it.\n",
         soft_wrap=True,
     )
 
@@ -152,7 +153,7 @@ def say_killed(console: Console, saved_at: int, killed_at: int) -> None:
 def print_training(console: Console, runs: dict[str, Run], model: Model, dtype: str) -> None:
     both = list(runs.values())
     steps = len(both[0].losses)
-    _print_resumed(console, both)
+    print_resumed(console, both)
     table = _table(f"{steps} steps of {model.tokens} bytes, {dtype}", "", *(NAMES[run.name] for run in both))
 
     def row(name: str, value: Callable[[Run], str]) -> None:
@@ -189,8 +190,8 @@ MEMORY = {
 }
 
 
-def _print_resumed(console: Console, both: Sequence[Run]) -> None:
-    """The last repeated step with all its digits, and how many were the same again."""
+def print_resumed(console: Console, both: Sequence[Run]) -> None:
+    """A repeated step with all its digits, the first that differs if one does; how many were the same again."""
     from rich.text import Text
 
     if not all(run.repeated for run in both):
@@ -199,8 +200,9 @@ def _print_resumed(console: Console, both: Sequence[Run]) -> None:
     table = _table(f"Killed after step {last}, resumed from the checkpoint of step {first - 1}", "")
     for run in both:
         table.add_column(NAMES[run.name], justify="right", no_wrap=True)
-    table.add_row(f"loss of step {last}, before the kill", *(repr(run.losses[last - 1]) for run in both))
-    table.add_row("the same step, by the new process", *(repr(run.repeated[-1][1]) for run in both))
+    shown = min((step for run in both for step, loss in run.repeated if loss != run.losses[step - 1]), default=last)
+    table.add_row(f"loss of step {shown}, before the kill", *(repr(run.losses[shown - 1]) for run in both))
+    table.add_row("the same step, by the new process", *(repr(run.repeated[shown - first][1]) for run in both))
 
     def say(good: bool, words: str) -> Text:
         return Text(words, "green" if good else "red")

@@ -181,10 +181,28 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
         "gradExpandedX": ones(6, 2), "expandedRowIdx": i32([2, 4, 0, 3, 1, 5]), "topK": 2, "dropPadMode": 0,
         "activeNum": 0, "out": poison(3, 2),
     },
+    "MoeFinalizeRouting": lambda: {
+        "expandedX": ones(6, 2), "x1": ones(3, 2), "x2Optional": ones(3, 2), "bias": ones(4, 2), "scales": ones(3, 2),
+        "expandedRowIdx": i32([2, 4, 0, 3, 1, 5]), "expandedExpertIdx": i32([[1, 2], [0, 1], [0, 2]]), "out": poison(3, 2),
+    },
     "MoeFinalizeRoutingV2": lambda: {
         "expandedX": ones(6, 2), "expandedRowIdx": i32([2, 4, 0, 3, 1, 5]), "x1Optional": ones(3, 2),
         "x2Optional": ones(3, 2), "biasOptional": ones(4, 2), "scalesOptional": ones(3, 2),
         "expertIdxOptional": i32([[1, 2], [0, 1], [0, 2]]), "dropPadMode": 2, "out": poison(3, 2),
+    },
+    "MoeFinalizeRoutingV3": lambda: {
+        "expandedX": ones(6, 2), "expandedRowIdx": i32([2, 4, 0, 3, 1, 5]), "x1Optional": ones(3, 2),
+        "x2Optional": ones(3, 2), "biasOptional": ones(6, 2), "scalesOptional": ones(3, 2),
+        "expertIdxOptional": i32([[1, 2], [0, 4], [3, 5]]), "xOptional": ones(3, 2), "alpha1Optional": ones(1, 2),
+        "alpha2Optional": ones(1, 2), "vOptional": ones(1, 2), "dropPadMode": 2, "zeroExpertRange": [3, 4],
+        "copyExpertRange": [4, 5], "constantExpertRange": [5, 6], "out": poison(3, 2),
+    },
+    "MoeFinalizeRoutingV4": lambda: {
+        "expandedX": ones(6, 2), "expandedRowIdx": i32([2, 4, 0, 3, 1, 5]), "x1Optional": ones(3, 2),
+        "x2Optional": ones(3, 2), "biasOptional": ones(6, 2), "scalesOptional": ones(3, 2),
+        "expertIdxOptional": i32([[1, 2], [0, 4], [3, 5]]), "xOptional": ones(3, 2), "alpha1Optional": ones(1, 2),
+        "alpha2Optional": ones(1, 2), "vOptional": ones(1, 2), "dropPadMode": 2, "zeroExpertRange": [3, 4],
+        "copyExpertRange": [4, 5], "constantExpertRange": [5, 6], "k": 2, "out": poison(3, 2),
     },
     "MoeFinalizeRoutingV2Grad": lambda: {
         "gradY": ones(3, 2), "expandedRowIdx": i32([2, 4, 0, 3, 1, 5]), "expandedXOptional": ones(6, 2),

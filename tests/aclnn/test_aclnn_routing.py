@@ -1,11 +1,14 @@
 """The MoeInitRouting and MoeFinalizeRouting operators and their gradients."""
 
+import itertools
+import math
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from aclnn_calls import (
     FLOATS,
@@ -26,6 +29,7 @@ from aclnn_calls import (
     poison,
     run,
     same,
+    spoken,
 )
 from aclnn_drawn import (
     MIXTURES,
@@ -39,6 +43,7 @@ from aclnn_drawn import (
     rows_by_expert,
     seed_bit,
 )
+from moeroute.testing import assert_same_bits
 
 # ---------------------------------------------------------------------------- worked numbers
 
@@ -152,6 +157,89 @@ def test_finalize_routing_of_the_document() -> None:
     same(again, out)
 
 
+ROWS = [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0], [8.0, 9.0], [10.0, 11.0]]
+SHARED = [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+SCALES = [[1.0, 0.5], [2.0, 0.25], [0.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    "second, more", ((None, 0.0), ([[10.0] * 2, [20.0] * 2, [30.0] * 2], 10.0)), ids=("x1", "x1, x2")
+)
+@pytest.mark.parametrize("dtype", FLOATS, ids=spoken)
+def test_finalize_routing_by_column(dtype: torch.dtype, second: Any, more: float) -> None:
+    out = poison(3, 2, dtype=dtype)
+    bias, ids = f32([[0.5, 1.0], [-0.5, 2.0]]).to(dtype), i32([[0, 1], [1, 0], [0, 1]])
+    x2 = None if second is None else f32(second).to(dtype)
+    arguments = f32(ROWS).to(dtype), f32(SHARED).to(dtype), x2, bias, f32(SCALES).to(dtype)
+    run("MoeFinalizeRouting", *arguments, i32([2, 1, 4, 3, 0, 5]), ids, out)
+    same(out, f32([[8.25, 11.5], [5.125, 12.5], [12.5, 16.0]]) + more * f32(SHARED))
+
+
+def test_finalize_routing_by_column_of_wild_indices() -> None:
+    """An index outside adds nothing, not even its bias; an expert outside has no bias."""
+    out, bias = poison(2, 2), f32([[1.0, 2.0]])
+    arguments = f32(ROWS[:4]), f32(SHARED[:2]), None, bias, ones(2, 2), i32([-1, 3, 4, 0]), i32([[0, 0], [0, 1]])
+    run("MoeFinalizeRouting", *arguments, out)
+    same(out, [[1.0, 1.0], [9.0, 12.0]])
+
+
+SPECIAL: dict[str, Any] = {
+    "expandedX": f32(ROWS), "expandedRowIdx": i32(range(6)), "x1Optional": f32(SHARED), "x2Optional": None,
+    "biasOptional": f32([[0.0] * 2, [0.0] * 2, [7.0] * 2, [1.0] * 2, [0.0] * 2]), "scalesOptional": f32(SCALES),
+    "expertIdxOptional": i32([[0, 2], [1, 3], [0, 4]]), "xOptional": f32([[100.0, 200.0], [300.0, 400.0], [500.0, 600.0]]),
+    "alpha1Optional": f32([[0.5, 0.5]]), "alpha2Optional": f32([[2.0, 2.0]]), "vOptional": f32([[10.0, 20.0]]),
+    "dropPadMode": 2, "zeroExpertRange": [2, 3], "copyExpertRange": [3, 4], "constantExpertRange": [4, 5],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, expected", (
+    ({}, [[1.0, 2.0], [85.25, 112.25], [273.0, 343.0]]),
+    ({"expandedRowIdx": i32([0, 1, 2, -1, 4, 5])}, [[1.0, 2.0], [10.0, 12.0], [273.0, 343.0]]),
+    ({"expandedRowIdx": i32([0, 1, 2, 3, 4, 6])}, [[1.0, 2.0], [85.25, 112.25], [3.0, 3.0]]),
+    ({"scalesOptional": f32([[1.0, 0.5], [2.0, -0.0], [0.0, 1.0]])}, [[1.0, 2.0], [10.0, 12.0], [273.0, 343.0]]),
+    ({"vOptional": None}, [[1.0, 2.0], [85.25, 112.25], [13.0, 14.0]]),
+    ({"copyExpertRange": (-1, -1)}, [[1.0, 2.0], [11.75, 14.0], [273.0, 343.0]]),
+    ({"zeroExpertRange": []}, [[5.5, 7.0], [85.25, 112.25], [273.0, 343.0]]),
+    ({"xOptional": None}, [[5.5, 7.0], [11.75, 14.0], [13.0, 14.0]]),
+    ({"zeroExpertRange": None, "copyExpertRange": None, "constantExpertRange": None}, [[5.5, 7.0], [11.75, 14.0], [13.0, 14.0]]),
+), ids=(
+    "of the document", "a copy without a row", "a constant without a row", "a copy of weight 0", "no v", "no copies", "no zeros",
+    "no x", "no ranges",
+))  # fmt: skip
+@pytest.mark.parametrize("name", ("MoeFinalizeRoutingV3", "MoeFinalizeRoutingV4"))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=spoken)
+def test_finalize_routing_with_special_experts(
+    dtype: torch.dtype, name: str, changes: dict[str, Any], expected: list[list[float]]
+) -> None:
+    """Zero, copied and constant experts; without x the ranges mean nothing."""
+    arguments = SPECIAL | changes
+    if name.endswith("4"):
+        arguments["k"] = 2
+    for key, value in arguments.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            arguments[key] = value.to(dtype)
+    out = poison(3, 2, dtype=dtype)
+    run(name, *arguments.values(), out)
+    close(out, expected)
+
+
+@pytest.mark.parametrize("mode, expected", (
+    (2, [[6.0, 8.0], [14.0, 16.0], [10.0, 12.0]]), (0, [[10.0, 12.0], [2.0, 4.0], [18.0, 20.0]]),
+), ids=("by row", "by column"))  # fmt: skip
+def test_finalize_routing_v4_without_scales(mode: int, expected: list[list[float]]) -> None:
+    out = poison(3, 2)
+    nulls = [None] * 9
+    run("MoeFinalizeRoutingV4", f32(ROWS), i32([2, 1, 4, 3, 0, 5]), *nulls, mode, None, None, None, 2, out)
+    same(out, expected)
+
+
+def test_finalize_routing_v3_without_scales_has_one_row_a_token() -> None:
+    out = poison(6, 2)
+    indices, nulls = [2, 1, 4, 3, 0, 5], [None] * 9
+    run("MoeFinalizeRoutingV3", f32(ROWS), i32(indices), *nulls, 0, None, None, None, out)
+    same(out, f32(ROWS)[indices])
+
+
 @pytest.mark.parametrize("mode", range(4))
 def test_finalize_routing_without_a_row_adds_not_even_the_bias(mode: int) -> None:
     rows = torch.full((2, 1, 2) if mode in (1, 3) else (2, 2), 10.0)
@@ -229,6 +317,33 @@ REFUSED: list[tuple[str, dict[str, Any], int]] = [
             {"gradExpandedX": ones(6, 3)},
         )
     ),
+    *(
+        ("MoeFinalizeRouting", changes, INVALID)
+        for changes in (
+            {"expandedX": ones(12)}, {"x1": ones(6)}, {"x2Optional": ones(6)}, {"bias": ones(8)}, {"scales": ones(6)},
+            {"expandedRowIdx": i32([[2, 4, 0, 3, 1, 5]])}, {"expandedExpertIdx": i32([0, 1])}, {"x1": ones(2, 2)},
+            {"x2Optional": ones(3, 3)}, {"scales": ones(2, 2)}, {"scales": ones(3, 3)}, {"expandedExpertIdx": i32([[0, 1]])},
+            {"bias": ones(4, 3)}, {"bias": torch.empty(0, 2)}, {"expandedX": ones(5, 2)}, {"expandedX": ones(6, 3)},
+            {"expandedRowIdx": i32([0, 1])}, {"out": poison(2, 2)}, {"scales": ones(3, 2).bfloat16()},
+            {"scales": torch.empty(3, 0), "expandedExpertIdx": empty_ids(3, 0), "expandedX": torch.empty(0, 2), "expandedRowIdx": empty_ids(0)},
+        )
+    ),
+    *(
+        (name, changes, TILING)
+        for name in ("MoeFinalizeRoutingV3", "MoeFinalizeRoutingV4")
+        for changes in (
+            {"dropPadMode": 4}, {"dropPadMode": -1}, {"dropPadMode": 1}, {"expandedRowIdx": i32([[0, 1]])},
+            {"expandedRowIdx": i32([0, 1])}, {"expandedRowIdx": empty_ids(7)}, {"scalesOptional": ones(6)},
+            {"scalesOptional": ones(2, 2)}, {"expandedX": ones(6, 1, 2)}, {"expandedX": ones(12)}, {"x1Optional": ones(2, 2)},
+            {"x2Optional": ones(3, 3)}, {"biasOptional": ones(6, 3)}, {"biasOptional": ones(12)}, {"biasOptional": ones(0, 2)},
+            {"biasOptional": ones(1, 2), "zeroExpertRange": None, "copyExpertRange": None, "constantExpertRange": None},
+            {"dropPadMode": 3, "expandedX": ones(5, 1, 2)}, {"expertIdxOptional": i32([[0, 1]])}, {"xOptional": ones(3, 3)},
+            {"alpha1Optional": ones(2, 2)}, {"alpha2Optional": ones(1, 3)}, {"vOptional": ones(2)}, {"vOptional": ones(2, 2)},
+            {"zeroExpertRange": [3]}, {"zeroExpertRange": [3, 3]}, {"zeroExpertRange": [-2, 3]}, {"zeroExpertRange": [3, 2]},
+            {"copyExpertRange": [4, 7]}, {"copyExpertRange": [3, 5]}, {"constantExpertRange": [0, 6]}, {"zeroExpertRange": [-1, 3]},
+        )
+    ),
+    *(("MoeFinalizeRoutingV4", changes, TILING) for changes in ({"k": 3}, {"k": 0, "scalesOptional": None}, {"k": 4, "scalesOptional": None})),
     *(
         ("MoeFinalizeRoutingV2", changes, INNER_NULL)
         for changes in (
@@ -359,6 +474,76 @@ def test_init_and_finalize_routing(
     close(scales_out, torch.where(live, dots, 0.0).reshape(num_tokens, topk))
 
 
+@settings(max_examples=60)
+@given(SIZES, SEEDS, st.sampled_from(MIXTURES), st.integers(0, 3), st.booleans(), st.booleans())
+def test_finalize_routing_of_any_experts(
+    sizes: tuple[int, int, int, int],
+    seed: int,
+    mixture: tuple[torch.dtype, torch.dtype],
+    mode: int,
+    special: bool,
+    scaled: bool,
+) -> None:
+    """V4 in its four layouts, with experts of every kind, ids and rows out of range, biases and weights of 0."""
+    num_tokens, topk, num_experts, hidden = sizes
+    (dtype, scales_dtype), generator = mixture, generator_of(seed)
+    num_experts += topk  # the bias has one row an expert, and K at least
+    bounds = sorted({0, num_experts, *integers(generator, 0, num_experts + 1, 3).tolist()})
+    ranges = [list(pair) for pair in itertools.pairwise(bounds)] + [None] * 3
+    order = torch.randperm(len(ranges), generator=generator).tolist()
+    zero, copy, constant = (ranges[place] if special else None for place in order[:3])
+    capacity = int(integers(generator, 1, 4))
+    shape = (num_experts, capacity, hidden) if mode in (1, 3) else (num_tokens * topk, hidden)
+    count = math.prod(shape[:-1])
+    y = normal(generator, *shape, dtype=dtype)
+    table = integers(generator, -1, count + 1, num_tokens, topk)
+    ids = integers(generator, -1, num_experts + 1, num_tokens, topk)
+    scales = normal(generator, num_tokens, topk, dtype=scales_dtype) if scaled else None
+    if scales is not None:
+        scales[torch.rand(num_tokens, topk, generator=generator) < 0.2] = 0
+    bias = normal(generator, num_experts, hidden, dtype=dtype) if seed_bit(generator) else None
+    shared = normal(generator, 2, num_tokens, hidden, dtype=dtype)
+    x = normal(generator, num_tokens, hidden, dtype=dtype)
+    length = constant[1] - constant[0] if constant else 1
+    a, b, v = normal(generator, 3, length, hidden, dtype=dtype)
+    out = poison(num_tokens, hidden, dtype=dtype)
+    layout = table if mode in (2, 3) else table.t()
+    arguments = y, layout.reshape(-1), *shared, bias, scales, ids, x, a, b, v, mode, zero, copy, constant, topk, out
+    run("MoeFinalizeRoutingV4", *arguments)
+    expected = shared.double().sum(0)
+    for t in range(num_tokens):
+        for k in range(topk):
+            row, expert = int(table[t, k]), int(ids[t, k])
+            if not 0 <= row < count or (zero and zero[0] <= expert < zero[1]):
+                continue
+            term = y.reshape(count, hidden)[row].double()
+            if copy and copy[0] <= expert < copy[1]:
+                term = x[t].double()
+            if constant and constant[0] <= expert < constant[1]:
+                place = expert - constant[0]
+                term = x[t].double() * a[place].double() + v[place].double() * b[place].double()
+            if bias is not None and 0 <= expert < num_experts:
+                term = term + bias[expert].double()
+            expected[t] += term if scales is None else float(scales[t, k]) * term
+    close(out, expected)
+
+
+def test_special_experts_have_the_bits_of_combine() -> None:
+    """A range that no id is in changes no bit."""
+    generator = generator_of(0)
+    y, bias = normal(generator, 35, 130, dtype=torch.bfloat16), normal(generator, 9, 130, dtype=torch.bfloat16)
+    shared, x = normal(generator, 2, 7, 130, dtype=torch.bfloat16), normal(generator, 7, 130, dtype=torch.bfloat16)
+    table, ids = integers(generator, -1, 36, 35), integers(generator, -1, 7, 7, 5)
+    scales = normal(generator, 7, 5)
+    found = []
+    for zero in (None, [7, 9]):
+        out = poison(7, 130, dtype=torch.bfloat16)
+        nulls = [None] * 3
+        run("MoeFinalizeRoutingV3", y, table, *shared, bias, scales, ids, x, *nulls, 2, zero, None, None, out)
+        found.append(out)
+    assert_same_bits(found[0], found[1])
+
+
 def test_finalize_routing_without_scales() -> None:
     rows, out = f32([[1.0, 2.0], [3.0, 4.0]]), poison(2, 2)
     run("MoeFinalizeRoutingV2", rows, i32([1, 0]), None, None, None, None, None, 0, out)
@@ -390,6 +575,11 @@ EMPTY: list[tuple[str, dict[str, Any]]] = [
     ("MoeInitRoutingV2", {"x": torch.empty(0, 2), "expertIdx": torch.empty(0, 2, dtype=torch.int32), "expandedXOut": torch.empty(0, 2), "expandedRowIdxOut": empty_ids(0)}),
     ("MoeInitRoutingV2Grad", {"gradExpandedX": torch.empty(0, 2), "expandedRowIdx": i32([]), "out": torch.empty(0, 2)}),
     ("MoeFinalizeRoutingV2", {"expandedX": torch.empty(6, 0), "x1Optional": torch.empty(3, 0), "x2Optional": torch.empty(3, 0), "biasOptional": torch.empty(4, 0), "out": torch.empty(3, 0)}),
+    ("MoeFinalizeRouting", {"expandedX": torch.empty(6, 0), "x1": torch.empty(3, 0), "x2Optional": None, "bias": torch.empty(4, 0), "out": torch.empty(3, 0)}),
+    *(
+        (name, {"expandedX": torch.empty(6, 0), **{key: torch.empty(3, 0) for key in ("x1Optional", "x2Optional", "xOptional", "out")}, "biasOptional": torch.empty(6, 0), **{key: torch.empty(1, 0) for key in ("alpha1Optional", "alpha2Optional", "vOptional")}})
+        for name in ("MoeFinalizeRoutingV3", "MoeFinalizeRoutingV4")
+    ),
     ("MoeFinalizeRoutingV2Grad", {"gradY": torch.empty(0, 2), "expandedRowIdx": i32([]), "expandedXOptional": torch.empty(0, 2), "scalesOptional": torch.empty(0, 2), "expertIdxOptional": torch.empty(0, 2, dtype=torch.int32), "gradExpandedXOut": torch.empty(0, 2), "gradScalesOut": torch.empty(0, 2)}),
 ]  # fmt: skip
 

@@ -34,6 +34,10 @@ from moeroute.aclnn.experts import aclnnMoeReRouting as aclnnMoeReRouting
 from moeroute.aclnn.experts import aclnnMoeReRoutingGetWorkspaceSize as aclnnMoeReRoutingGetWorkspaceSize
 from moeroute.aclnn.experts import aclnnMoeUpdateExpert as aclnnMoeUpdateExpert
 from moeroute.aclnn.experts import aclnnMoeUpdateExpertGetWorkspaceSize as aclnnMoeUpdateExpertGetWorkspaceSize
+from moeroute.aclnn.finalize_routing import aclnnMoeFinalizeRouting as aclnnMoeFinalizeRouting
+from moeroute.aclnn.finalize_routing import (
+    aclnnMoeFinalizeRoutingGetWorkspaceSize as aclnnMoeFinalizeRoutingGetWorkspaceSize,
+)
 from moeroute.aclnn.finalize_routing import aclnnMoeFinalizeRoutingV2 as aclnnMoeFinalizeRoutingV2
 from moeroute.aclnn.finalize_routing import (
     aclnnMoeFinalizeRoutingV2GetWorkspaceSize as aclnnMoeFinalizeRoutingV2GetWorkspaceSize,
@@ -41,6 +45,14 @@ from moeroute.aclnn.finalize_routing import (
 from moeroute.aclnn.finalize_routing import aclnnMoeFinalizeRoutingV2Grad as aclnnMoeFinalizeRoutingV2Grad
 from moeroute.aclnn.finalize_routing import (
     aclnnMoeFinalizeRoutingV2GradGetWorkspaceSize as aclnnMoeFinalizeRoutingV2GradGetWorkspaceSize,
+)
+from moeroute.aclnn.finalize_routing import aclnnMoeFinalizeRoutingV3 as aclnnMoeFinalizeRoutingV3
+from moeroute.aclnn.finalize_routing import (
+    aclnnMoeFinalizeRoutingV3GetWorkspaceSize as aclnnMoeFinalizeRoutingV3GetWorkspaceSize,
+)
+from moeroute.aclnn.finalize_routing import aclnnMoeFinalizeRoutingV4 as aclnnMoeFinalizeRoutingV4
+from moeroute.aclnn.finalize_routing import (
+    aclnnMoeFinalizeRoutingV4GetWorkspaceSize as aclnnMoeFinalizeRoutingV4GetWorkspaceSize,
 )
 from moeroute.aclnn.gating import aclnnMoeGatingTopK as aclnnMoeGatingTopK
 from moeroute.aclnn.gating import aclnnMoeGatingTopKBackward as aclnnMoeGatingTopKBackward

@@ -10,11 +10,13 @@ from moeroute.aclnn.core import (
     FLOATS,
     INNER_NULLPTR,
     LARGEST,
+    TILING,
     Work,
     apart,
     at_least,
     between,
     deliver,
+    divides,
     phases,
     ranked,
     required,
@@ -26,9 +28,87 @@ from moeroute.aclnn.core import (
     zero_filled,
 )
 from moeroute.ops.permutation.op import combine, row_dots, spread, unpermute_backward
-from moeroute.ops.planning.op import (
-    plan_from_row_of_slot,
-)
+from moeroute.ops.planning.op import plan_from_row_of_slot
+from moeroute.ops.special_experts import NONE, combine_special
+
+# ---------------------------------------------------------------------------- MoeFinalizeRouting
+
+
+def _slots(expandedRowIdx: Tensor, num_tokens: int, topk: int, by_row: bool) -> Tensor:
+    """The rows of the slots as [T, K], from token after token or from column after column."""
+    return expandedRowIdx.reshape(num_tokens, topk) if by_row else expandedRowIdx.reshape(topk, num_tokens).t()
+
+
+def _added_up(
+    expandedX: Tensor,
+    row_of_slot: Tensor,
+    x1: Tensor | None,
+    x2: Tensor | None,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    experts: Tensor | None,
+    out: Tensor,
+) -> tuple[int, Work]:
+    def work() -> None:
+        rows, ids = expandedX.reshape(-1, out.shape[1]), None if bias is None else experts
+        plan = plan_from_row_of_slot(row_of_slot, len(out), len(rows), expert_of_slot=ids)
+        start = x1 if x1 is None or x2 is None else (x1, x2)
+        combine(rows, plan, None if scales is None else scales.reshape(-1), init=start, bias=bias, out=out)
+
+    return zero_filled() if out.numel() == 0 else (0, work)
+
+
+def _moe_finalize_routing(
+    expandedX: Tensor,
+    x1: Tensor,
+    x2Optional: Tensor | None,
+    bias: Tensor,
+    scales: Tensor,
+    expandedRowIdx: Tensor,
+    expandedExpertIdx: Tensor,
+    out: Tensor,
+) -> tuple[int, Work]:
+    """out[t] = x1[t] + x2[t] + the sum over k of scales[t, k] * (expandedX[row] + bias[expandedExpertIdx[t, k]]).
+
+    The row of (t, k) is expandedRowIdx[t + k * T]; an index outside adds nothing. All floats have one dtype.
+    """
+    required(
+        expandedX=expandedX,
+        x1=x1,
+        bias=bias,
+        scales=scales,
+        expandedRowIdx=expandedRowIdx,
+        expandedExpertIdx=expandedExpertIdx,
+        out=out,
+    )
+    typed("expandedX", expandedX, *FLOATS)
+    floats = {"x1": x1, "x2Optional": x2Optional, "bias": bias, "scales": scales}
+    for name, tensor in floats.items():
+        typed(name, tensor, expandedX.dtype)
+    typed("expandedRowIdx", expandedRowIdx, torch.int32)
+    typed("expandedExpertIdx", expandedExpertIdx, torch.int32)
+    typed("out", out, expandedX.dtype)
+    ranked("expandedX", expandedX, 2)
+    for name, tensor in floats.items():
+        ranked(name, tensor, 2)
+    ranked("expandedRowIdx", expandedRowIdx, 1)
+    ranked("expandedExpertIdx", expandedExpertIdx, 2)
+    (num_tokens, topk), (rows, hidden) = scales.shape, expandedX.shape
+    for name, tensor in (("x1", x1), ("x2Optional", x2Optional), ("out", out)):
+        shaped(name, tensor, (num_tokens, hidden), "[T, H]")
+    shaped("expandedExpertIdx", expandedExpertIdx, (num_tokens, topk), "[T, K], as scales,")
+    at_least("K of scales", topk, 1)
+    at_least("E of bias", bias.shape[0], 1)
+    shaped("bias", bias, (bias.shape[0], hidden), "[E, H]")
+    shaped("expandedX", expandedX, (num_tokens * topk, hidden), "[T * K, H]")
+    shaped("expandedRowIdx", expandedRowIdx, (rows,), "[T * K]")
+    apart({"out": out}, expandedX, x1, x2Optional, bias, scales, expandedRowIdx, expandedExpertIdx)
+    return _added_up(
+        expandedX, _slots(expandedRowIdx, num_tokens, topk, False), x1, x2Optional, bias, scales, expandedExpertIdx, out
+    )
+
+
+aclnnMoeFinalizeRoutingGetWorkspaceSize, aclnnMoeFinalizeRouting = phases("MoeFinalizeRouting", _moe_finalize_routing)
 
 # ---------------------------------------------------------------------------- MoeFinalizeRoutingV2
 
@@ -84,17 +164,10 @@ def _moe_finalize_routing_v2(
         *(expandedX, expandedRowIdx, x1Optional, x2Optional, biasOptional, scalesOptional, expertIdxOptional),
     )
 
-    def work() -> None:
-        row_of_slot = (
-            expandedRowIdx.reshape(num_tokens, topk) if by_row else expandedRowIdx.reshape(topk, num_tokens).t()
-        )
-        experts = None if biasOptional is None else expertIdxOptional
-        plan = plan_from_row_of_slot(row_of_slot, num_tokens, rows, expert_of_slot=experts)
-        start = x1Optional if x1Optional is None or x2Optional is None else (x1Optional, x2Optional)
-        weights = None if scalesOptional is None else scalesOptional.reshape(-1)
-        combine(expandedX.reshape(rows, hidden), plan, weights, init=start, bias=biasOptional, out=out)
-
-    return zero_filled() if out.numel() == 0 else (0, work)
+    return _added_up(
+        expandedX, _slots(expandedRowIdx, num_tokens, topk, by_row), x1Optional, x2Optional,
+        biasOptional, scalesOptional, expertIdxOptional, out,
+    )  # fmt: skip
 
 
 aclnnMoeFinalizeRoutingV2GetWorkspaceSize, aclnnMoeFinalizeRoutingV2 = phases(
@@ -188,4 +261,158 @@ def _moe_finalize_routing_v2_grad(
 
 aclnnMoeFinalizeRoutingV2GradGetWorkspaceSize, aclnnMoeFinalizeRoutingV2Grad = phases(
     "MoeFinalizeRoutingV2Grad", _moe_finalize_routing_v2_grad
+)
+
+# ---------------------------------------------------------------------------- MoeFinalizeRoutingV3 and V4
+
+
+def _expert_ranges(num_experts: int | None, **bounds: tuple[int, ...] | None) -> tuple[range, ...]:
+    """The ranges of the special experts; null, empty and (-1, -1) are none."""
+    ranges: dict[str, range] = {}
+    for name, given in bounds.items():
+        ranges[name] = NONE
+        if not given or given == (-1, -1):
+            continue
+        last = "" if num_experts is None else f" <= {num_experts}"
+        if len(given) != 2 or not 0 <= given[0] < given[1] or (num_experts is not None and given[1] > num_experts):
+            raise wrong(name, f"[s, e) with 0 <= s < e{last}, or null", list(given), TILING)
+        ranges[name] = range(*given)
+        for other, taken in ranges.items():
+            if other != name and max(taken.start, given[0]) < min(taken.stop, given[1]):
+                raise wrong(name, f"apart from {other} = {[taken.start, taken.stop]}", list(given), TILING)
+    return tuple(ranges.values())
+
+
+def _moe_finalize_routing_v4(
+    expandedX: Tensor,
+    expandedRowIdx: Tensor,
+    x1Optional: Tensor | None,
+    x2Optional: Tensor | None,
+    biasOptional: Tensor | None,
+    scalesOptional: Tensor | None,
+    expertIdxOptional: Tensor | None,
+    xOptional: Tensor | None,
+    alpha1Optional: Tensor | None,
+    alpha2Optional: Tensor | None,
+    vOptional: Tensor | None,
+    dropPadMode: int,
+    zeroExpertRange: tuple[int, ...] | None,
+    copyExpertRange: tuple[int, ...] | None,
+    constantExpertRange: tuple[int, ...] | None,
+    k: int,
+    out: Tensor,
+) -> tuple[int, Work]:
+    """MoeFinalizeRoutingV2 with experts that compute nothing, and K from k where there are no scales.
+
+    With x and expertIdx, an expert of zeroExpertRange [s, e) adds nothing, one of copyExpertRange adds x[t] in place
+    of its row, one of constantExpertRange x[t] * alpha1 + v * alpha2, each [e - s, H]; the bias and the scale are as
+    for the others. A slot without a row adds nothing, of whatever expert.
+    """
+    required(expandedX=expandedX, expandedRowIdx=expandedRowIdx, out=out)
+    typed("expandedX", expandedX, *FLOATS)
+    typed("expandedRowIdx", expandedRowIdx, torch.int32)
+    constants = {"alpha1Optional": alpha1Optional, "alpha2Optional": alpha2Optional, "vOptional": vOptional}
+    tokens = {"x1Optional": x1Optional, "x2Optional": x2Optional, "xOptional": xOptional}
+    for name, tensor in (tokens | {"biasOptional": biasOptional} | constants).items():
+        typed(name, tensor, expandedX.dtype)
+    typed("scalesOptional", scalesOptional, *FLOATS)
+    typed("expertIdxOptional", expertIdxOptional, torch.int32)
+    typed("out", out, expandedX.dtype)
+    between("dropPadMode", dropPadMode, 0, 3, TILING)
+    padded, by_row = dropPadMode in (1, 3), dropPadMode in (2, 3)
+    ranked("expandedRowIdx", expandedRowIdx, 1, status=TILING)
+    ranked("scalesOptional", scalesOptional, 2, status=TILING)
+    topk = k
+    if scalesOptional is not None:
+        topk = scalesOptional.shape[1]
+        if k > 1 and topk != k:
+            raise wrong_shape("scalesOptional", f"[T, K] with K = {k}, as k,", scalesOptional, TILING)
+    at_least("K", topk, 1, TILING)
+    num_tokens = divides("the length of expandedRowIdx", expandedRowIdx.shape[0], "K", topk, TILING)
+    shaped("scalesOptional", scalesOptional, (num_tokens, topk), "[T, K]", TILING)
+    ranked("expandedX", expandedX, 3 if padded else 2, status=TILING)
+    hidden, num_experts = expandedX.shape[-1], expandedX.shape[0] if padded else None
+    shaped("x1Optional", x1Optional, (num_tokens, hidden), "[T, H]", TILING)
+    shaped("x2Optional", x2Optional, (num_tokens, hidden), "[T, H]", TILING)
+    if x2Optional is not None and x1Optional is None:
+        raise wrong("x1Optional", "given with x2Optional", "null", TILING)
+    if biasOptional is not None:
+        if expertIdxOptional is None:
+            raise wrong("expertIdxOptional", "given with biasOptional", "null", TILING)
+        ranked("biasOptional", biasOptional, 2, status=TILING)
+        num_experts = biasOptional.shape[0] if num_experts is None else num_experts
+        shaped("biasOptional", biasOptional, (num_experts, hidden), "[E, H]", TILING)
+        at_least("E of biasOptional", num_experts, max(topk, 1), TILING)
+    shaped("expertIdxOptional", expertIdxOptional, (num_tokens, topk), "[T, K]", TILING)
+    shaped("xOptional", xOptional, (num_tokens, hidden), "[T, H]", TILING)
+    zero, copy, constant = _expert_ranges(
+        num_experts,
+        zeroExpertRange=zeroExpertRange,
+        copyExpertRange=copyExpertRange,
+        constantExpertRange=constantExpertRange,
+    )
+    for name, tensor in constants.items():
+        ranked(name, tensor, 2, status=TILING)
+        if tensor is not None:
+            length = len(constant) or tensor.shape[0]
+            shaped(name, tensor, (length, hidden), "[e - s, H] of constantExpertRange", TILING)
+    shaped("out", out, (num_tokens, hidden), "[T, H]", TILING)
+    apart(
+        {"out": out},
+        *(expandedX, expandedRowIdx, biasOptional, scalesOptional, expertIdxOptional),
+        *tokens.values(),
+        *constants.values(),
+    )
+    row_of_slot = _slots(expandedRowIdx, num_tokens, topk, by_row)
+    x, ids = xOptional, expertIdxOptional
+    if x is None or ids is None or not (zero or copy or constant) or out.numel() == 0:
+        return _added_up(expandedX, row_of_slot, x1Optional, x2Optional, biasOptional, scalesOptional, ids, out)
+    shared = tuple(start for start in (x1Optional, x2Optional) if start is not None)
+    given = None
+    if alpha1Optional is not None and alpha2Optional is not None and vOptional is not None:
+        given = alpha1Optional, alpha2Optional, vOptional
+
+    def work() -> None:
+        result = combine_special(
+            expandedX.reshape(-1, hidden), row_of_slot, ids, x, scalesOptional, init=shared, bias=biasOptional,
+            zero=zero, copy=copy, constant=constant, constants=given,
+        )  # fmt: skip
+        out.copy_(result)
+
+    return 0, work
+
+
+aclnnMoeFinalizeRoutingV4GetWorkspaceSize, aclnnMoeFinalizeRoutingV4 = phases(
+    "MoeFinalizeRoutingV4", _moe_finalize_routing_v4
+)
+
+
+def _moe_finalize_routing_v3(
+    expandedX: Tensor,
+    expandedRowIdx: Tensor,
+    x1Optional: Tensor | None,
+    x2Optional: Tensor | None,
+    biasOptional: Tensor | None,
+    scalesOptional: Tensor | None,
+    expertIdxOptional: Tensor | None,
+    xOptional: Tensor | None,
+    alpha1Optional: Tensor | None,
+    alpha2Optional: Tensor | None,
+    vOptional: Tensor | None,
+    dropPadMode: int,
+    zeroExpertRange: tuple[int, ...] | None,
+    copyExpertRange: tuple[int, ...] | None,
+    constantExpertRange: tuple[int, ...] | None,
+    out: Tensor,
+) -> tuple[int, Work]:
+    """MoeFinalizeRoutingV4 with K = 1 where there are no scales."""
+    return _moe_finalize_routing_v4(
+        expandedX, expandedRowIdx, x1Optional, x2Optional, biasOptional, scalesOptional, expertIdxOptional, xOptional,
+        alpha1Optional, alpha2Optional, vOptional, dropPadMode, zeroExpertRange, copyExpertRange, constantExpertRange,
+        1, out,
+    )  # fmt: skip
+
+
+aclnnMoeFinalizeRoutingV3GetWorkspaceSize, aclnnMoeFinalizeRoutingV3 = phases(
+    "MoeFinalizeRoutingV3", _moe_finalize_routing_v3
 )

@@ -83,5 +83,7 @@ def test_mistakes_are_told(arguments: list[str], message: str, capsys: pytest.Ca
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match=r"moeroute bench needs rich and matplotlib: pip install 'moeroute\[bench\]'"):
+    with pytest.raises(
+        SystemExit, match=r"moeroute bench needs rich and matplotlib: pip install '\.\[bench\]' in a clone"
+    ):
         cli.main(["bench"])

@@ -217,7 +217,7 @@ def test_missing_package(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
     assert demo.run(steps=1, out=tmp_path) == 1
     shown = capsys.readouterr().err
-    assert f"moeroute demo needs {' and '.join(missing)}: pip install '.[demo]'" in shown
+    assert f"moeroute demo needs {' and '.join(missing)}: pip install '.[demo]' in a clone" in shown
     assert not names(tmp_path)
 
 

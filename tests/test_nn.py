@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -167,6 +168,28 @@ def test_rows_beyond_the_segments_are_never_read(sizes: list[int]) -> None:
         torch.testing.assert_close(results[0][2][expert], expected, rtol=0, atol=0)
         torch.testing.assert_close(results[0][3][expert], grad[start:stop].sum(0))
         start = stop
+
+
+def test_a_dtype_that_is_not_the_layers_is_named() -> None:
+    """The layer and what it was given, and not the weight of some product inside."""
+    x = torch.zeros(4, 8)
+    for module, argument, arguments in (
+        (MoE(8, 16, 4, 2, dtype=torch.float32), "x", ()),
+        (Experts(4, 8, 16, dtype=torch.float32), "rows", ([1, 1, 1, 1],)),
+        (SwiGLU(8, 16, dtype=torch.float32), "x", ()),
+    ):
+        name = f"nn.{type(module).__name__}"
+        for dtype in (torch.bfloat16, torch.float64):
+            wanted = f"moeroute.{name}: {argument} must be torch.float32, as the layer's weights; got {dtype}"
+            with pytest.raises(TypeError, match=f"^{re.escape(wanted)}$"):
+                module(x.to(dtype), *arguments)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert module(x.bfloat16(), *arguments).dtype is torch.bfloat16
+            with pytest.raises(TypeError, match=r"got torch\.float64"):
+                module(x.double(), *arguments)
+    layer = MoE(8, 16, 4, 2, dtype=torch.bfloat16)
+    layer.router.float()  # a router of its own dtype is nobody's mistake
+    assert layer(x.bfloat16()).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("transform", ("grad", "jacrev", "jacfwd", "hessian"))
@@ -809,7 +832,7 @@ ROWS, WEIGHT = torch.randn(4, 3), torch.randn(2, 5, 3)
         (lambda: LAYER.router(X), ValueError, r"nn.Router: tokens must be \[T, H\] with H = 6; got shape \[2, 3, 6\]"),
         (lambda: LAYER.router(X[0], torch.zeros(2, 2, dtype=torch.int32)), ValueError, r"nn.Router: expert_ids must be \[T, K\] with T = 3"),
         (lambda: SwiGLU(6, 3)(X.double()), TypeError, "nn.SwiGLU: x must be torch.float32, as the layer's weights; got torch.float64"),
-        (lambda: LAYER(X.bfloat16()), TypeError, "weight must be torch.bfloat16, as rows"),
+        (lambda: LAYER(X.bfloat16()), TypeError, "nn.MoE: x must be torch.float32, as the layer's weights; got torch.bfloat16"),
     ],
 )  # fmt: skip
 def test_bad_input(call: Callable[[], Any], error: type[Exception], message: str) -> None:

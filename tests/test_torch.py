@@ -1,7 +1,10 @@
 """What PyTorch expects of an operator: opcheck, compile, functorch, checkpoints, autocast, threads, processes."""
 
+import copy
+import io
 import multiprocessing
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -9,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import moeroute
+from moeroute import backend as backends
 from moeroute.nn import MoE
 from moeroute.testing import assert_same_bits
 from small_cases import present
@@ -241,6 +245,105 @@ def test_exported_layer_needs_nothing_but_the_import(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+# ---------------------------------------------------------------------------- plans as values
+
+
+def every_plan() -> list[moeroute.RoutingPlan]:
+    return [*plans(), moeroute.plan_from_routing_map(CHOSEN, topk=2, align=4), moeroute.plan_from_expert_ids(IDS, None)]
+
+
+def assert_same_plan(plan: moeroute.RoutingPlan, expected: moeroute.RoutingPlan) -> None:
+    assert type(plan) is moeroute.RoutingPlan
+    assert vars(plan).keys() == vars(expected).keys()
+    for name, value in vars(expected).items():
+        if isinstance(value, Tensor):
+            assert_same_bits(getattr(plan, name), value)
+        else:
+            assert getattr(plan, name) == value
+    assert (plan.rows_per_expert is plan.tokens_per_expert) == (expected.rows_per_expert is expected.tokens_per_expert)
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_a_plan_through_pickle_copies_and_files(which: int) -> None:
+    plan = every_plan()[which]
+    file = io.BytesIO()
+    torch.save({"plan": plan, "gating": moeroute.gating_topk(torch.zeros(2, 3), 2)}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded["gating"]) is moeroute.Gating
+    for other in (pickle.loads(pickle.dumps(plan)), copy.copy(plan), copy.deepcopy(plan), loaded["plan"]):
+        assert_same_plan(other, plan)
+        assert_same_bits(
+            moeroute.permute(torch.ones(plan.num_tokens, 2), other),
+            moeroute.permute(torch.ones(plan.num_tokens, 2), plan),
+        )
+    assert copy.deepcopy(plan).row_of_slot.data_ptr() != plan.row_of_slot.data_ptr() or not plan.num_slots
+
+
+@pytest.mark.parametrize("which", range(5))
+def test_a_plan_moves_as_a_whole(which: int) -> None:
+    plan = every_plan()[which]
+    assert_same_plan(plan.to("cpu"), plan)
+    assert plan.to("cpu").row_of_slot is plan.row_of_slot
+    moved = plan.to(torch.device("meta"), non_blocking=True)
+    assert (moved.num_tokens, moved.num_rows, moved.topk) == (plan.num_tokens, plan.num_rows, plan.topk)
+    for name, value in vars(plan).items():
+        if isinstance(value, Tensor):
+            assert getattr(moved, name).is_meta
+            assert getattr(moved, name).shape == value.shape
+    if torch.cuda.is_available():
+        assert_same_plan(plan.pin_memory().to("cuda", non_blocking=True).to("cpu"), plan)
+        assert plan.pin_memory().row_of_slot.is_pinned()
+
+
+def test_a_plan_is_pinned_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an accelerator there is nothing to pin for: who is asked is what can be seen."""
+    asked: list[Tensor] = []
+
+    def pinned(tensor: Tensor) -> Tensor:
+        asked.append(tensor)
+        return tensor.clone()
+
+    monkeypatch.setattr(Tensor, "pin_memory", pinned)
+    plan = plans()[0]
+    assert_same_plan(plan.pin_memory(), plan)
+    assert {id(t) for t in asked} == {id(t) for t in vars(plan).values() if isinstance(t, Tensor)}
+
+
+@pytest.fixture
+def distributed() -> Iterator[Callable[[Tensor], Tensor]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2,))
+    yield lambda tensor: DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    torch.distributed.destroy_process_group()
+
+
+def test_distributed_tensors_are_refused_in_our_words(distributed: Callable[[Tensor], Tensor]) -> None:
+    plan, x = plans()[0], torch.ones(4, 16)
+    weights = torch.ones(4, 2)
+    moe = MoE(16, 32, 4, 2)
+    for call, argument in (
+        (lambda: moeroute.permute(distributed(x), plan), "permute: tokens"),
+        (lambda: moeroute.unpermute(torch.ones(plan.num_rows, 3), plan, distributed(weights)), "unpermute: weights"),
+        (lambda: moeroute.permute_weights(distributed(weights), plan), "permute_weights: weights"),
+        (lambda: moeroute.gating_topk(distributed(x), 2), "gating_topk: logits"),
+        (lambda: moeroute.plan_from_expert_ids(distributed(IDS), 4), "plan_from_expert_ids: expert_ids"),
+        (lambda: moeroute.plan_from_routing_map(distributed(CHOSEN)), "plan_from_routing_map: routing_map"),
+        (lambda: moeroute.plan_from_token_ids(distributed(IDS[0]), 4), "plan_from_token_ids: token_ids"),
+        (lambda: moe(distributed(x)), "nn.MoE: x"),
+        (lambda: moe.router(distributed(x)), "nn.Router: tokens"),
+    ):
+        wanted = (
+            f"moeroute.{argument} must be a torch.Tensor of this process, such as DTensor.to_local() gives; got DTensor"
+        )
+        with pytest.raises(TypeError, match=f"^{re.escape(wanted)}$"):
+            call()
+
+
 # ---------------------------------------------------------------------------- what records and what watches
 
 
@@ -374,6 +477,72 @@ def test_autocast_changes_nothing() -> None:
         assert rows.grad is not None
         assert weights.grad is not None
         assert (rows.grad.dtype, weights.grad.dtype) == (dtype, weights_dtype)
+
+
+def everything(backend: str, dtype: torch.dtype, weights_dtype: torch.dtype) -> Iterator[Tensor]:
+    """Every verb on a backend, with gradients of gradients, in rows and weights of these dtypes."""
+
+    def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+        return drawn.to(dtype).requires_grad_()
+
+    def derived(output: Tensor, *sources: Tensor) -> Iterator[Tensor]:
+        first = torch.autograd.grad(output, sources, torch.ones_like(output), create_graph=True)
+        yield output
+        yield from first
+        for gradient in first:
+            if gradient.requires_grad and backend != "triton":  # whose interpreter is slow
+                second = torch.autograd.grad(
+                    gradient, sources, torch.ones_like(gradient), allow_unused=True, retain_graph=True
+                )
+                yield from (g for g in second if g is not None)
+
+    options: dict[str, Any] = {"backend": backend}
+    for score in ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax"):
+        logits, bias = random(4, 8), random(8).detach()
+        gating = moeroute.gating_topk(
+            logits, 2, score=score, bias=bias, num_groups=2, weights_dtype=weights_dtype, **options
+        )
+        yield gating.expert_ids
+        yield from derived(gating.weights, logits)
+    by_weight: dict[str, Any] = {"capacity": 2, "drop": "weight", "weights": random(4, 2, dtype=weights_dtype)}
+    for plan in (
+        moeroute.plan_from_expert_ids(IDS, 4, **by_weight, **options),
+        moeroute.plan_from_routing_map(CHOSEN, topk=2, align=2, **options),
+        moeroute.plan_from_row_of_slot(torch.tensor([3, 1, 0, 2, 6, 7, 5, 4]), 4, 8, **options),
+    ):
+        yield from (t for t in vars(plan).values() if isinstance(t, Tensor))
+        x, rows = random(4, 5), random(plan.num_rows, 5)
+        weights = random(4, 2 if plan.expert_of_slot is None else 4, dtype=weights_dtype)
+        slots = random(plan.num_slots, dtype=weights_dtype)
+        yield from derived(moeroute.permute(x, plan, weights, **options), x, weights)
+        yield from derived(moeroute.unpermute(rows, plan, weights, **options), rows, weights)
+        yield from derived(moeroute.row_dots(rows, x, plan, **options), rows, x)
+        yield from derived(moeroute.permute_weights(weights, plan, **options), weights)
+        with torch.no_grad():
+            yield moeroute.unpermute_backward(x, rows, plan, weights, **options)[0]
+            yield moeroute.combine(rows, plan, slots, init=(x, x), **options)
+            yield moeroute.combine(rows, plan, out=torch.empty_like(x), **options)
+
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "autocast"),
+    [
+        ((torch.float32, torch.float32), torch.bfloat16),
+        ((torch.float16, torch.float32), torch.bfloat16),
+        ((torch.bfloat16, torch.float16), torch.float16),
+    ],
+    ids=str,
+)
+def test_backends_do_not_meet_autocast(
+    backend: str, dtypes: tuple[torch.dtype, torch.dtype], autocast: torch.dtype
+) -> None:
+    expected = list(everything(backend, *dtypes))
+    with torch.autocast("cpu", dtype=autocast):
+        assert_same_bits(list(everything(backend, *dtypes)), expected)
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
@@ -539,6 +708,12 @@ class Routed(Dataset[Tensor]):
 def test_data_loader_workers() -> None:
     loaded = list(DataLoader(Routed(), batch_size=None, num_workers=2, multiprocessing_context="fork"))
     assert_same_bits(loaded, [Routed()[i] for i in range(8)])
+
+
+def test_the_reason_of_a_backend_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.FILES, "mine", "mine")
+    assert backends.unavailable("mine") is None
+    assert backends.unavailable("nobody") == "there is no backend of this name"
 
 
 IMPORT = """

@@ -131,7 +131,7 @@ def test_a_cpu_tensor_outside_the_interpreter_is_refused() -> None:
 def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch, fresh_answers: None) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ValueError, match=r"'triton': the package triton is not installed \(pip install 'moeroute\[triton\]'"
+        ValueError, match=r"'triton': the package triton is not installed \(pip install '\.\[triton\]' in a clone"
     ):
         permute_on("triton")
 

@@ -73,7 +73,7 @@ def run(
         check.one_of("demo", "parts", part, PARTS)
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        sys.stderr.write(f"moeroute demo needs {' and '.join(missing)}: pip install '.[demo]'\n")
+        sys.stderr.write(f"moeroute demo needs {' and '.join(missing)}: pip install '.[demo]' in a clone\n")
         return 1
     folder = Path(out)
     try:

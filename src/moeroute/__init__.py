@@ -13,7 +13,7 @@ The data path:
 """
 
 import importlib
-from types import ModuleType
+import types
 
 import moeroute.ops.grouped  # noqa: F401 - its operators stand in exported graphs
 from moeroute.memory import (
@@ -88,7 +88,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> types.ModuleType:
     if name in ("aclnn", "nn"):
         return importlib.import_module(f"moeroute.{name}")
     raise AttributeError(f"module 'moeroute' has no attribute {name!r}")

@@ -5,11 +5,15 @@ devices, and CPU tensors in Triton's interpreter. Nothing is imported before it 
 `backend=` never falls back: it raises with the reason.
 """
 
+import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,9 +42,11 @@ _profiling = torch._C._autograd._profiler_enabled
 
 def unavailable(name: str) -> str | None:
     """Why the backend cannot run in this environment, or None where it can."""
-    if name not in _reasons:
+    if name not in FILES:
+        return "there is no backend of this name"
+    if name == "triton" and name not in _reasons:
         _reasons[name] = _triton_reason()
-    return _reasons[name]
+    return _reasons.get(name)
 
 
 def _cpu_reason() -> str | None:
@@ -55,7 +61,7 @@ def _cpu_reason() -> str | None:
 
 def _triton_reason() -> str | None:
     if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed (pip install 'moeroute[triton]')"
+        return "the package triton is not installed (pip install '.[triton]' in a clone)"
     version = importlib.import_module("triton").__version__
     found = tuple(map(int, version.split(".")[:2]))
     if found < OLDEST_TRITON:
@@ -138,8 +144,26 @@ def module(room: str, name: str) -> ModuleType:
     found = _modules.get((room, name))
     if found is None:
         found = importlib.import_module(f"moeroute.ops.{room}.{FILES[name]}")
+        if name != "cpu":  # whose launchers call nothing that autocast knows, and are too short for this
+            _keep_from_autocast(found)
         _modules[room, name] = found
     return found
+
+
+def _keep_from_autocast(implementation: ModuleType) -> None:
+    """What backends compute with has its dtypes from the arithmetic's rules, whatever autocast says."""
+
+    def apart(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            with torch._C._DisableAutocast():
+                return function(*arguments, **options)
+
+        return call
+
+    for name, function in vars(implementation).items():
+        if inspect.isfunction(function) and function.__module__ == implementation.__name__ and name[0] != "_":
+            setattr(implementation, name, apart(function))
 
 
 def implementation(room: str, operator: str, backend: str | None, tensor: Tensor) -> ModuleType:

@@ -51,9 +51,12 @@ def wrong_dtype(operator: str, argument: str, wanted: str, tensor: Tensor) -> Ty
 
 
 def tensor(operator: str, argument: str, value: Any) -> Tensor:
-    """A dense tensor."""
+    """A dense tensor that is all here."""
     if not isinstance(value, Tensor):
         raise wrong_type(operator, argument, "a torch.Tensor", value)
+    if type(value) is not Tensor and hasattr(value, "to_local"):
+        wanted = "a torch.Tensor of this process, such as DTensor.to_local() gives"
+        raise wrong_type(operator, argument, wanted, value)
     if not is_dense(value):
         raise not_dense(operator, argument, value)
     return value

@@ -79,7 +79,7 @@ def _need(command: str, *packages: str) -> None:
     """Say which package is missing, and how to get it, before anything starts."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise SystemExit(f"moeroute {command} needs {' and '.join(missing)}: pip install 'moeroute[{command}]'")
+        raise SystemExit(f"moeroute {command} needs {' and '.join(missing)}: pip install '.[{command}]' in a clone")
 
 
 # ---------------------------------------------------------------------------- info

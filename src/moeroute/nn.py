@@ -66,6 +66,14 @@ def _check_backend(operator: str, backend: Any) -> None:
         check.one_of(operator, "backend", backend, backends.NAMES)
 
 
+def _check_dtype(operator: str, argument: str, tokens: Tensor, weight: Tensor) -> None:
+    """That of the weight, where autocast does not bring them together."""
+    if tokens.dtype is not weight.dtype and (
+        torch.float64 in (tokens.dtype, weight.dtype) or not autocast_is_on(tokens.device.type)
+    ):
+        raise check.wrong_dtype(operator, argument, f"{weight.dtype}, as the layer's weights", tokens)
+
+
 def _check_tokens(operator: str, argument: str, tokens: Any, wanted: str, weight: Tensor) -> None:
     """A dense floating tensor on the weight's device, as wide as the weight [.., H]."""
     check.tensor(operator, argument, tokens)
@@ -102,8 +110,7 @@ class SwiGLU(nn.Module):
         if type(self.gate_up_proj) is nn.Linear:  # what replaced it (quantised, adapted) has weights of its own kind
             weight = self.gate_up_proj.weight
             _check_tokens("nn.SwiGLU", "x", x, "[..., H]", weight)
-            if x.dtype is not weight.dtype and not autocast_is_on(x.device.type):
-                raise check.wrong_dtype("nn.SwiGLU", "x", f"{weight.dtype}, as the layer's weights", x)
+            _check_dtype("nn.SwiGLU", "x", x, weight)
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         result: Tensor = self.down_proj(F.silu(gate) * up)
         return result
@@ -149,6 +156,8 @@ class Experts(nn.Module):
         check.tensor(operator, "rows", rows)
         if rows.ndim != 2 or rows.shape[1] != self.down_proj.shape[1]:
             raise check.wrong_shape(operator, "rows", f"[R, H] with H = {self.down_proj.shape[1]}", rows)
+        if rows.dtype in FLOATS:
+            _check_dtype(operator, "rows", rows, self.gate_up_proj)
         rows_per_expert = check_sizes(operator, "rows_per_expert", rows_per_expert, rows.shape[0])
         if not rows_per_expert.is_meta:
             rows_per_expert = rows_per_expert.cpu()  # once, not in each of the products
@@ -499,6 +508,8 @@ class MoE(nn.Module):
         """The arguments, checked, in [T] and [T, K]."""
         operator = "nn.MoE"
         _check_tokens(operator, "x", x, "[..., H]", self.router.weight)
+        if type(self.experts) is Experts:  # what replaced them (quantised, adapted) has weights of its own kind
+            _check_dtype(operator, "x", x, self.experts.gate_up_proj)
         leading = list(x.shape[:-1])
         if padding_mask is not None:
             check.tensor(operator, "padding_mask", padding_mask)

@@ -159,7 +159,7 @@ def _cffi() -> type:
     try:
         import cffi
     except ImportError:
-        _missing("cffi: pip install 'moeroute[aclnn]'")
+        _missing("cffi: pip install '.[aclnn]' in a clone")
     return cffi.FFI  # type: ignore[no-any-return, unused-ignore]
 
 

@@ -41,6 +41,7 @@ class Gating(NamedTuple):
 
 
 _as_gating = Gating._make
+torch.serialization.add_safe_globals([Gating])  # for torch.load(weights_only=True)
 
 # ---------------------------------------------------------------------------- registration
 
@@ -186,8 +187,8 @@ _gating_topk_backward = differentiable(
 
 def _check_matrix(operator: str, argument: str, tensor: Any, letters: str) -> None:
     """A dense floating matrix with at least one column."""
-    if not isinstance(tensor, Tensor):
-        raise check.wrong_type(operator, argument, "a torch.Tensor", tensor)
+    if type(tensor) is not Tensor:
+        check.tensor(operator, argument, tensor)
     try:
         shape = tensor.shape
     except RuntimeError:  # a nested tensor has none

@@ -253,8 +253,8 @@ def _check_plan(operator: str, plan: Any) -> None:
 
 def _check_matrix(operator: str, argument: str, tensor: Any, letter: str, size: int, plan: RoutingPlan) -> None:
     """Dense [`size`, H] on the plan's device."""
-    if not isinstance(tensor, Tensor):
-        raise check.wrong_type(operator, argument, "a torch.Tensor", tensor)
+    if type(tensor) is not Tensor:
+        check.tensor(operator, argument, tensor)
     try:
         shape = tensor.shape
     except RuntimeError:  # a nested tensor has none
@@ -290,8 +290,8 @@ def _check_partner(operator: str, argument: str, tensor: Any, name: str, other: 
 
 
 def _check_weights_kind(operator: str, weights: Any, rows_name: str, rows: Tensor | None, plan: RoutingPlan) -> None:
-    if not isinstance(weights, Tensor):
-        raise check.wrong_type(operator, "weights", "a torch.Tensor", weights)
+    if type(weights) is not Tensor:
+        check.tensor(operator, "weights", weights)
     if weights.layout is not STRIDED or weights.is_nested:
         raise check.not_dense(operator, "weights", weights)
     dtype = weights.dtype

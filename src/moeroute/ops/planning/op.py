@@ -1,7 +1,7 @@
 """Where every token copy goes: expert ids, a routing map or given indices become a RoutingPlan."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -106,6 +106,25 @@ class RoutingPlan:
         if not torch.compiler.is_compiling():
             _validate(self)
 
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "RoutingPlan":
+        """The plan on another device; its tensors are the same ones where they are there already.
+
+        >>> plan_from_expert_ids(torch.tensor([[1, 0]]), 2).to("meta").slot_of_row.device
+        device(type='meta')
+        """
+        return self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "RoutingPlan":
+        """A copy in page-locked memory, from which `to(..., non_blocking=True)` copies in the background."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "RoutingPlan":
+        """A plan of changed tensors; counts that are one tensor stay one."""
+        fields = {name: change(value) if isinstance(value, Tensor) else value for name, value in vars(self).items()}
+        if self.rows_per_expert is self.tokens_per_expert:
+            fields["rows_per_expert"] = fields["tokens_per_expert"]
+        return _plan_of(fields)
+
     @property
     def num_slots(self) -> int:
         """S."""
@@ -151,6 +170,10 @@ class RoutingPlan:
         rows = torch.arange(self.num_rows, device=self.slot_of_row.device)
         expert = torch.searchsorted(self.rows_per_expert.cumsum(0), rows, right=True, out_int32=True)
         return torch.where(expert < self.rows_per_expert.shape[0], expert, -1)
+
+
+# torch.load(weights_only=True), its default, then reads plans.
+torch.serialization.add_safe_globals([RoutingPlan])
 
 
 def _gather(values: Tensor, index: Tensor) -> Tensor:
@@ -235,6 +258,10 @@ def _plan(
         "tokens_per_expert": tokens_per_expert,
         "rows_per_expert": rows_per_expert,
     }
+    return _plan_of(fields)
+
+
+def _plan_of(fields: dict[str, Any]) -> RoutingPlan:
     if torch.compiler.is_compiling():
         return RoutingPlan(**fields)
     plan = object.__new__(RoutingPlan)
@@ -247,9 +274,9 @@ def _plan(
 
 def _index_tensor(operator: str, argument: str, value: Any, shape: str, dims: tuple[int, ...]) -> Tensor:
     """A contiguous int32 or int64 tensor of one of these ranks, with at most 2^31 - 1 elements."""
-    if not isinstance(value, Tensor):
-        raise checks.wrong_type(operator, argument, "a torch.Tensor", value)
-    index = value
+    if type(value) is not Tensor:
+        checks.tensor(operator, argument, value)
+    index: Tensor = value
     kind = index.dtype
     dtype = _INDEX_DTYPE.get(kind)
     if dtype is None:

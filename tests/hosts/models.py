@@ -144,6 +144,9 @@ def fill(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            if name.endswith("tid2eid"):  # experts by token: any, but each once
+                choices = torch.rand(len(parameter), 8, generator=generator).argsort(dim=-1)
+                parameter.copy_(choices[:, : parameter.shape[1]])
             if not parameter.is_floating_point() or "inv_freq" in name:
                 continue
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)

@@ -3,17 +3,16 @@
 import copy
 import re
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
+from hosts import models
 from moeroute.interop import huggingface
 from small_cases import present
 
@@ -22,15 +21,6 @@ huggingface.register()
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5}
 ARCHITECTURES = list(models.MODELS)
 ALWAYS_FLOAT32 = {"nemotron_h", "muse_spark"}  # the scan of the one, the norm behind the experts of the other
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors, and a machine that may be busy."""
-    former = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(former)
 
 
 def set_experts(model: Any, implementation: str) -> Any:

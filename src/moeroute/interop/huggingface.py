@@ -60,8 +60,9 @@ def check(model: nn.Module) -> dict[str, str]:
 
 def _is_experts(name: str, module: nn.Module) -> bool:
     decorated = hasattr(module, "is_concatenated") and hasattr(module, "has_post_expert_norm")
-    called_so = name.rsplit(".")[-1] == "experts" or type(module).__name__.endswith(("Experts", "CDMoE"))
-    return decorated or called_so
+    kind = type(module).__name__
+    called_so = name.split(".")[-1] == "experts" or kind.endswith(("Experts", "CDMoE"))
+    return decorated or (called_so and "Shared" not in kind)  # shared experts are routed nowhere
 
 
 def _runs(module: Any) -> str:

@@ -452,7 +452,7 @@ def test_words_follow_the_hashes() -> None:
     same = [bits.Line(bits.PLAIN, "one", "a", "b"), bits.Line(bits.PLAIN, "two", "a", "b")]
     assert screen.say_bits(same, bits.PLAIN) == "plain PyTorch: 2 ways, the same bits in all"
     others = [*same, bits.Line(bits.PLAIN, "three", "a", "c"), bits.Line(bits.PLAIN, "four", None, None, "no")]
-    assert screen.say_bits(others, bits.PLAIN) == "plain PyTorch: 3 ways, 1 different outputs, 2 different gradients"
+    assert screen.say_bits(others, bits.PLAIN) == "plain PyTorch: 3 ways, the same output, 2 different gradients"
 
 
 # ---------------------------------------------------------------------------- speed, and killed and resumed

@@ -88,7 +88,11 @@ def say_bits(lines: Sequence[Line], side: str) -> str:
     outputs, gradients = ({line[column] for line in hashed} for column in (2, 3))
     if len(outputs) == len(gradients) == 1:
         return f"{side}: {len(hashed)} ways, the same bits in all"
-    return f"{side}: {len(hashed)} ways, {len(outputs)} different outputs, {len(gradients)} different gradients"
+    counts = (
+        "the same output" if len(outputs) == 1 else f"{len(outputs)} different outputs",
+        "the same gradient" if len(gradients) == 1 else f"{len(gradients)} different gradients",
+    )
+    return f"{side}: {len(hashed)} ways, {', '.join(counts)}"
 
 
 # ---------------------------------------------------------------------------- speed

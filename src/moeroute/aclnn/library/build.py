@@ -125,7 +125,7 @@ def _install(prefix: Path, contents: dict[str, bytes], links: dict[str, str]) ->
             raise SystemExit(f"moeroute aclnn build cannot write {prefix / path}: {what}") from None
         finally:
             os.close(folder)
-    return [prefix / path for path in (*contents, *links)]
+    return [prefix / path for path in everything]
 
 
 def _folder(outer: int, name: str) -> int:

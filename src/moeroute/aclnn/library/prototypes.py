@@ -13,6 +13,7 @@ ACL_TYPES = """\
 typedef int aclError;
 typedef void *aclrtStream;
 typedef void *aclrtContext;
+typedef void *aclrtEvent;
 
 #define ACL_SUCCESS 0
 #define ACL_ERROR_NONE 0
@@ -24,9 +25,25 @@ typedef void *aclrtContext;
 #define ACL_ERROR_RT_INVALID_DEVICEID 107001
 #define ACL_ERROR_RT_CONTEXT_NULL 107002
 #define ACL_ERROR_RT_STREAM_CONTEXT 107003
+#define ACL_ERROR_RT_EVENT_TIMESTAMP_INVALID 107006
+#define ACL_ERROR_RT_EVENT_TIMESTAMP_REVERSAL 107007
 #define ACL_ERROR_BAD_ALLOC 200000
 #define ACL_ERROR_RT_MEMORY_ALLOCATION 207001
 #define ACL_ERROR_INTERNAL_ERROR 500000
+#define ACL_ERROR_RT_STREAM_SYNC_TIMEOUT 507046
+#define ACL_ERROR_RT_EVENT_SYNC_TIMEOUT 507047
+
+#define ACL_EVENT_SYNC 0x00000001u
+#define ACL_EVENT_CAPTURE_STREAM_PROGRESS 0x00000002u
+#define ACL_EVENT_TIME_LINE 0x00000008u
+#define ACL_EVENT_EXTERNAL 0x00000020u
+#define ACL_EVENT_IPC 0x00000040u
+
+#define ACL_STREAM_FAST_LAUNCH 0x00000001u
+#define ACL_STREAM_FAST_SYNC 0x00000002u
+#define ACL_STREAM_PERSISTENT 0x00000004u
+#define ACL_STREAM_HUGE 0x00000008u
+#define ACL_STREAM_CPU_SCHEDULE 0x00000010u
 
 typedef enum {
     ACL_DT_UNDEFINED = -1,
@@ -67,8 +84,46 @@ typedef enum {
     ACL_MEMCPY_HOST_TO_HOST = 0,
     ACL_MEMCPY_HOST_TO_DEVICE = 1,
     ACL_MEMCPY_DEVICE_TO_HOST = 2,
-    ACL_MEMCPY_DEVICE_TO_DEVICE = 3
+    ACL_MEMCPY_DEVICE_TO_DEVICE = 3,
+    ACL_MEMCPY_DEFAULT = 4
 } aclrtMemcpyKind;
+
+typedef enum {
+    ACL_DDR_MEM = 0,
+    ACL_HBM_MEM = 1,
+    ACL_DDR_MEM_HUGE = 2,
+    ACL_DDR_MEM_NORMAL = 3,
+    ACL_HBM_MEM_HUGE = 4,
+    ACL_HBM_MEM_NORMAL = 5,
+    ACL_DDR_MEM_P2P_HUGE = 6,
+    ACL_DDR_MEM_P2P_NORMAL = 7,
+    ACL_HBM_MEM_P2P_HUGE = 8,
+    ACL_HBM_MEM_P2P_NORMAL = 9,
+    ACL_HBM_MEM_HUGE1G = 10,
+    ACL_HBM_MEM_P2P_HUGE1G = 11
+} aclrtMemAttr;
+
+typedef enum {
+    ACL_DEVICE = 0,
+    ACL_HOST = 1
+} aclrtRunMode;
+
+typedef enum {
+    ACL_EVENT_STATUS_COMPLETE = 0,
+    ACL_EVENT_STATUS_NOT_READY = 1,
+    ACL_EVENT_STATUS_RESERVED = 2
+} aclrtEventStatus;
+
+typedef enum {
+    ACL_EVENT_RECORDED_STATUS_NOT_READY = 0,
+    ACL_EVENT_RECORDED_STATUS_COMPLETE = 1
+} aclrtEventRecordedStatus;
+
+typedef enum {
+    ACL_STREAM_STATUS_COMPLETE = 0,
+    ACL_STREAM_STATUS_NOT_READY = 1,
+    ACL_STREAM_STATUS_RESERVED = 0xFFFF
+} aclrtStreamStatus;
 
 typedef enum {
     ACL_OPT_DETERMINISTIC = 0,
@@ -91,9 +146,23 @@ aclError aclrtSetCurrentContext(aclrtContext context);
 aclError aclrtGetCurrentContext(aclrtContext *context);
 aclError aclrtCtxSetSysParamOpt(aclSysParamOpt opt, int64_t value);
 aclError aclrtCreateStream(aclrtStream *stream);
+aclError aclrtCreateStreamWithConfig(aclrtStream *stream, uint32_t priority, uint32_t flag);
 aclError aclrtDestroyStream(aclrtStream stream);
 aclError aclrtSynchronizeStream(aclrtStream stream);
+aclError aclrtSynchronizeStreamWithTimeout(aclrtStream stream, int32_t timeout);
+aclError aclrtStreamQuery(aclrtStream stream, aclrtStreamStatus *status);
+aclError aclrtStreamWaitEvent(aclrtStream stream, aclrtEvent event);
 aclError aclrtSynchronizeDevice(void);
+aclError aclrtCreateEvent(aclrtEvent *event);
+aclError aclrtCreateEventWithFlag(aclrtEvent *event, uint32_t flag);
+aclError aclrtCreateEventExWithFlag(aclrtEvent *event, uint32_t flag);
+aclError aclrtDestroyEvent(aclrtEvent event);
+aclError aclrtRecordEvent(aclrtEvent event, aclrtStream stream);
+aclError aclrtSynchronizeEvent(aclrtEvent event);
+aclError aclrtSynchronizeEventWithTimeout(aclrtEvent event, int32_t timeout);
+aclError aclrtQueryEvent(aclrtEvent event, aclrtEventStatus *status);
+aclError aclrtQueryEventStatus(aclrtEvent event, aclrtEventRecordedStatus *status);
+aclError aclrtEventElapsedTime(float *ms, aclrtEvent startEvent, aclrtEvent endEvent);
 aclError aclrtMalloc(void **devPtr, size_t size, aclrtMemMallocPolicy policy);
 aclError aclrtFree(void *devPtr);
 aclError aclrtMallocHost(void **hostPtr, size_t size);
@@ -102,13 +171,19 @@ aclError aclrtMemcpy(void *dst, size_t destMax, const void *src, size_t count, a
 aclError aclrtMemcpyAsync(void *dst, size_t destMax, const void *src, size_t count, aclrtMemcpyKind kind,
                           aclrtStream stream);
 aclError aclrtMemset(void *devPtr, size_t maxCount, int32_t value, size_t count);
+aclError aclrtMemsetAsync(void *devPtr, size_t maxCount, int32_t value, size_t count, aclrtStream stream);
+aclError aclrtGetMemInfo(aclrtMemAttr attr, size_t *free, size_t *total);
+aclError aclrtGetRunMode(aclrtRunMode *runMode);
+const char *aclrtGetSocName(void);
 """
 
 META_TYPES = """\
 typedef int32_t aclnnStatus;
 typedef struct aclTensor aclTensor;
+typedef struct aclTensorList aclTensorList;
 typedef struct aclScalar aclScalar;
 typedef struct aclIntArray aclIntArray;
+typedef struct aclFloatArray aclFloatArray;
 typedef struct aclBoolArray aclBoolArray;
 typedef struct aclOpExecutor aclOpExecutor;
 
@@ -130,14 +205,39 @@ aclTensor *aclCreateTensor(const int64_t *viewDims, uint64_t viewDimsNum, aclDat
                            const int64_t *stride, int64_t offset, aclFormat format,
                            const int64_t *storageDims, uint64_t storageDimsNum, void *tensorData);
 aclnnStatus aclDestroyTensor(const aclTensor *tensor);
+aclnnStatus aclGetViewShape(const aclTensor *tensor, int64_t **viewDims, uint64_t *viewDimsNum);
+aclnnStatus aclGetViewStrides(const aclTensor *tensor, int64_t **stridesValue, uint64_t *stridesNum);
+aclnnStatus aclGetViewOffset(const aclTensor *tensor, int64_t *offset);
+aclnnStatus aclGetStorageShape(const aclTensor *tensor, int64_t **storageDims, uint64_t *storageDimsNum);
+aclnnStatus aclGetFormat(const aclTensor *tensor, aclFormat *format);
+aclnnStatus aclGetDataType(const aclTensor *tensor, aclDataType *dataType);
+aclnnStatus aclGetRawTensorAddr(const aclTensor *tensor, void **addr);
+aclnnStatus aclSetRawTensorAddr(aclTensor *tensor, void *addr);
+aclTensorList *aclCreateTensorList(const aclTensor *const *value, uint64_t size);
+aclnnStatus aclDestroyTensorList(const aclTensorList *array);
+aclnnStatus aclGetTensorListSize(const aclTensorList *tensorList, uint64_t *size);
 aclScalar *aclCreateScalar(void *value, aclDataType dataType);
 aclnnStatus aclDestroyScalar(const aclScalar *scalar);
 aclIntArray *aclCreateIntArray(const int64_t *value, uint64_t size);
 aclnnStatus aclDestroyIntArray(const aclIntArray *array);
+aclnnStatus aclGetIntArraySize(const aclIntArray *array, uint64_t *size);
+aclFloatArray *aclCreateFloatArray(const float *value, uint64_t size);
+aclnnStatus aclDestroyFloatArray(const aclFloatArray *array);
+aclnnStatus aclGetFloatArraySize(const aclFloatArray *array, uint64_t *size);
 aclBoolArray *aclCreateBoolArray(const bool *value, uint64_t size);
 aclnnStatus aclDestroyBoolArray(const aclBoolArray *array);
+aclnnStatus aclGetBoolArraySize(const aclBoolArray *array, uint64_t *size);
 aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *executor);
 aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor);
+aclnnStatus aclSetInputTensorAddr(aclOpExecutor *executor, size_t index, aclTensor *tensor, void *addr);
+aclnnStatus aclSetOutputTensorAddr(aclOpExecutor *executor, size_t index, aclTensor *tensor, void *addr);
+aclnnStatus aclSetTensorAddr(aclOpExecutor *executor, size_t index, aclTensor *tensor, void *addr);
+aclnnStatus aclSetDynamicInputTensorAddr(aclOpExecutor *executor, size_t irIndex, size_t relativeIndex,
+                                         aclTensorList *tensors, void *addr);
+aclnnStatus aclSetDynamicOutputTensorAddr(aclOpExecutor *executor, size_t irIndex, size_t relativeIndex,
+                                          aclTensorList *tensors, void *addr);
+aclnnStatus aclSetDynamicTensorAddr(aclOpExecutor *executor, size_t irIndex, size_t relativeIndex,
+                                    aclTensorList *tensors, void *addr);
 """
 
 # Other names of headers, which programs include too.
@@ -148,23 +248,19 @@ ALIASES = {
     "aclnnop/aclnn_moe_gating_top_kbackward.h": "aclnnop/aclnn_moe_gating_top_k_backward.h",  # as CANN generates it
 }
 
-# What crosses into Python. Handles and addresses are numbers there; what the library writes to stays a pointer.
+# What crosses into Python, by its C type. Handles and addresses are numbers there; what the library reads or
+# writes through stays a pointer.
+_ENUMS = ("aclDataType", "aclFormat", "aclrtMemMallocPolicy", "aclrtMemcpyKind", "aclSysParamOpt", "aclrtMemAttr")
+_WRITTEN_ENUMS = ("aclDataType", "aclFormat", "aclrtRunMode", "aclrtEventStatus", "aclrtEventRecordedStatus")
+_ADDRESSES = ("void **", "int64_t **", "aclrtStream *", "aclrtContext *", "aclrtEvent *", "aclOpExecutor **")
+_PLAIN = ("bool", "double", "int32_t", "uint32_t", "int64_t", "uint64_t", "size_t")
+_POINTERS = ("float *", "int32_t *", "uint32_t *", "int64_t *", "uint64_t *", "size_t *")
 _IN_PYTHON = {
-    "aclDataType": "int32_t",
-    "aclFormat": "int32_t",
-    "aclrtMemMallocPolicy": "int32_t",
-    "aclrtMemcpyKind": "int32_t",
-    "aclSysParamOpt": "int32_t",
-    "aclrtStream": "uintptr_t",
-    "aclrtContext": "uintptr_t",
-    "void **": "uintptr_t *",
-    "aclrtStream *": "uintptr_t *",
-    "aclrtContext *": "uintptr_t *",
-    "aclOpExecutor **": "uintptr_t *",
-    **{
-        kind: kind for kind in ("bool", "double", "int32_t", "int64_t", "uint64_t", "size_t", "int32_t *", "uint32_t *")
-    },
-    **{kind: kind for kind in ("uint64_t *", "const int64_t *", "const bool *")},
+    **{kind: "int32_t" for kind in _ENUMS},
+    **{f"{kind} *": "int32_t *" for kind in (*_WRITTEN_ENUMS, "aclrtStreamStatus")},
+    **{kind: "uintptr_t *" for kind in _ADDRESSES},
+    "const aclTensor *const *": "const uintptr_t *",
+    **{kind: kind for kind in (*_PLAIN, *_POINTERS, "const int64_t *", "const float *", "const bool *")},
 }
 
 

@@ -148,6 +148,12 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
         "outputSoftmaxResultFlag": True, "yOut": poison(3, 2), "expertIdxOut": empty_ids(3, 2),
         "softmaxResultOutOptional": poison(3, 4),
     },
+    "MoeFusedTopk": lambda: {
+        "x": ones(3, 4), "addNum": ones(4), "mappingNum": i32([1, 2, 2, 1]),
+        "mappingTable": i32([[0, 0], [1, 4], [2, 5], [3, 0]]), "groupNum": 2, "groupTopk": 1, "topN": 2, "topK": 2,
+        "activateType": 0, "isNorm": True, "scale": 1.0, "enableExpertMapping": True, "y": poison(3, 2),
+        "indices": empty_ids(3, 2),
+    },
     "MoeTokenPermuteWithEp": lambda: {
         "tokens": ones(3, 2), "indices": i32([[1, 2], [0, 1], [0, 2]]), "probsOptional": ones(3, 2),
         "rangeOptional": [1, 5], "numOutTokens": 0, "paddedMode": False, "permuteTokensOut": poison(4, 2),

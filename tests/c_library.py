@@ -1,7 +1,7 @@
 """The C library in this process, through ctypes, and one operator's call through it."""
 
 import ctypes
-from ctypes import byref, c_double, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import byref, c_double, c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ class Library:
                     function.restype = ctypes.c_char_p
                 elif not prototype.returns_status:
                     function.restype = c_void_p
-                kinds = {"int64_t": c_int64, "double": c_double, "uint64_t": c_uint64, "size_t": c_uint64}
+                kinds = {
+                    "int64_t": c_int64,
+                    "uint32_t": c_uint32,
+                    "float": c_float,
+                    "double": c_double,
+                    "uint64_t": c_uint64,
+                    "size_t": c_uint64,
+                }
                 function.argtypes = [
                     c_void_p
                     if kind.endswith("*") or kind in ("aclrtStream", "aclrtContext", "aclrtEvent")

@@ -60,6 +60,18 @@ def test_declarations() -> None:
         "aclTensor *tokenGradOut",
         "aclTensor *probsGradOutOptional",
     ]
+    assert [p.declaration for p in SIGNATURES["MoeFusedTopk"].parameters[4:]] == [
+        "uint32_t groupNum",
+        "uint32_t groupTopk",
+        "uint32_t topN",
+        "uint32_t topK",
+        "uint32_t activateType",
+        "bool isNorm",
+        "float scale",
+        "bool enableExpertMapping",
+        "aclTensor *y",
+        "aclTensor *indices",
+    ]
 
 
 # ---------------------------------------------------------------------------- valid calls
@@ -134,6 +146,8 @@ NEEDED = {
     ("MoeGatingTopKV2", "inputIdsOptional"): TILING,
     ("MoeGatingTopKV2", "tid2eidOptional"): TILING,
     ("MoeGatingTopKSoftmaxV2", "softmaxResultOutOptional"): NULL,
+    ("MoeFusedTopk", "mappingNum"): NULL,
+    ("MoeFusedTopk", "mappingTable"): NULL,
     ("MoeTokenPermuteWithEp", "permuteProbsOut"): NULL,
     ("MoeTokenPermuteWithEpGrad", "probsGradOut"): NULL,
     ("MoeTokenUnpermuteWithEpGrad", "permutedTokensOptional"): NULL,

@@ -1,4 +1,4 @@
-"""MoeGatingTopK, its second version, its gradient, and the two of MoeGatingTopKSoftmax."""
+"""MoeGatingTopK, its second version, its gradient, the two of MoeGatingTopKSoftmax, and MoeFusedTopk."""
 
 import math
 from typing import Any
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import moeroute
 from aclnn_calls import (
     FLOATS,
+    GOOD,
     INVALID,
     NULL,
     TILING,
@@ -111,6 +112,55 @@ def test_gating_softmax_v2() -> None:
     run("MoeGatingTopKSoftmaxV2", x, None, 2, 0, False, y, ids, None)
 
 
+FUSED_X, FUSED_ADD = [[0, 1, -1, 2, 0, 0], [-4, -3, -2, -1, -2, -2]], [0, 0, 0.5, 0, 0.25, 0.25]
+NO_MAPPING = (None, None)
+
+
+def test_fused_topk() -> None:
+    """Two groups of three stay; of equal values the smaller id comes first."""
+    y, ids = poison(2, 3), empty_ids(2, 3)
+    run("MoeFusedTopk", f32(FUSED_X), f32(FUSED_ADD), *NO_MAPPING, 3, 2, 2, 3, 0, False, 7.0, False, y, ids)
+    same(ids, [[3, 2, 4], [2, 4, 5]])
+    torch.testing.assert_close(y, f32([[0.8807971, 0.26894143, 0.5], [0.11920292] * 3]), rtol=1e-6, atol=0)
+
+
+def test_fused_topk_normalised_and_mapped() -> None:
+    y, ids = poison(2, 3), empty_ids(2, 3)
+    numbers = i32([1, 2, 2, 0, 1, 3])
+    table = i32([[10, 0, 0], [11, 21, 0], [12, 22, 0], [13, 0, 0], [14, 0, 0], [15, 25, 35]])
+    run("MoeFusedTopk", f32(FUSED_X), f32(FUSED_ADD), numbers, table, 3, 2, 2, 3, 0, True, 2.5, True, y, ids)
+    same(ids, [[13, 12, 14], [22, 14, 25]])
+    expected = f32([[1.3347526, 0.40755159, 0.75769579], [0.83333325] * 3])
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=0)
+
+
+def test_fused_topk_where_losing_groups_count_as_zero() -> None:
+    """All values are negative, so the zeros of the groups that are out win."""
+    y, ids = poison(2, 3), empty_ids(2, 3)
+    run("MoeFusedTopk", f32(FUSED_X), f32(FUSED_ADD) - 2, *NO_MAPPING, 3, 1, 1, 3, 0, False, 0.0, False, y, ids)
+    same(ids, [[0, 1, 4], [0, 1, 4]])
+    expected = f32([[0.5, 0.7310586, 0.5], [0.01798621, 0.04742587, 0.11920292]])
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=0)
+
+
+def test_fused_topk_with_a_mapping_of_what_is_not_there() -> None:
+    """Column 0 for a count of 0, -1 for a count that the table has no columns for."""
+    y, ids = poison(1, 4), empty_ids(1, 4)
+    x, numbers = f32([[4.0, 3.0, 2.0, 1.0]]), i32([0, 3, -1, 2])
+    table = i32([[10, 20], [11, 21], [12, 22], [13, 23]])
+    run("MoeFusedTopk", x, torch.zeros(4), numbers, table, 1, 1, 1, 4, 0, False, 1.0, True, y, ids)
+    same(ids, [[10, -1, -1, 13]])
+
+
+def test_fused_topk_puts_nan_first() -> None:
+    y, ids = poison(1, 3), empty_ids(1, 3)
+    x, add = f32([[math.nan, 5.0, 0.0, 0.0]]), f32([0.0, 0.0, -math.nan, 0.0])
+    run("MoeFusedTopk", x, add, *NO_MAPPING, 2, 2, 1, 3, 0, False, 1.0, False, y, ids)
+    same(ids, [[0, 2, 1]])
+    assert y[0, 0].isnan()
+    close(y[0, 1:], f32([0.0, 5.0]).double().sigmoid())
+
+
 # ---------------------------------------------------------------------------- refusals
 
 
@@ -164,6 +214,18 @@ REFUSED: list[tuple[str, dict[str, Any], int]] = [
             {"x": ones(12)}, {"x": ones(3, 1, 1, 4)}, {"x": torch.empty(0, 4)}, {"k": 0}, {"k": -1}, {"k": 5},
             {"x": ones(1, 2000), "finishedOptional": None, "k": 1025}, {"finishedOptional": torch.zeros(2, dtype=torch.bool)},
             {"finishedOptional": torch.zeros(3, 1, dtype=torch.bool)},
+        )
+    ),
+    *(
+        ("MoeFusedTopk", changes, INVALID)
+        for changes in (
+            {"groupNum": 0}, {"groupNum": 257}, {"groupNum": 3}, {"groupNum": -1}, {"groupNum": 2**32}, {"groupTopk": 0}, {"groupTopk": 3},
+            {"topN": 0}, {"topN": 3}, {"topK": 0}, {"topK": 5}, {"activateType": 1}, {"x": ones(12)}, {"addNum": ones(4, 1)},
+            {"addNum": ones(3)}, {"y": poison(6)}, {"y": poison(3, 3), "indices": empty_ids(3, 3)}, {"indices": empty_ids(2, 2)},
+            {"mappingNum": i32([1, 2])}, {"mappingNum": i32([[1, 2, 2, 1]])}, {"mappingTable": i32([0, 1, 2, 3])},
+            {"mappingTable": empty_ids(4, 0)}, {"mappingTable": empty_ids(4, 129)}, {"mappingTable": empty_ids(3, 2)},
+            {"scale": math.nan}, {"scale": 1e39}, {"addNum": ones(4).half()}, {"y": poison(3, 2).half()},
+            {"x": ones(3, 1026), "addNum": ones(1026)},
         )
     ),
     ("MoeGatingTopKSoftmaxV2", {"renorm": 2}, TILING),
@@ -276,6 +338,42 @@ def test_gating_topk_takes_the_smaller_expert_of_equal_ones() -> None:
     same(ids, [[0, 1, 2]] * 2)
 
 
+@settings(max_examples=60)
+@given(
+    st.integers(1, 5), st.integers(1, 4), st.integers(1, 5), SEEDS, st.sampled_from(FLOATS), st.booleans(), st.booleans()
+)  # fmt: skip
+def test_fused_topk_of_any_groups(
+    num_tokens: int, groups: int, members: int, seed: int, dtype: torch.dtype, norm: bool, mapped: bool
+) -> None:
+    """Values on a coarse grid, so that float32 sums are exact and ties are common."""
+    generator = generator_of(seed)
+    num_experts = groups * members
+    kept, best = int(integers(generator, 1, groups + 1)), int(integers(generator, 1, members + 1))
+    k = int(integers(generator, 1, num_experts + 1))
+    x = integers(generator, -1, 2, num_tokens, num_experts).to(dtype) * 1000  # sigmoids of 0, 0.5 and 1
+    add = (integers(generator, -4, 3, num_experts) / 4).to(dtype)
+    numbers = integers(generator, 0, 4, num_experts)
+    table = integers(generator, 0, 99, num_experts, 3)
+    y, ids = poison(num_tokens, k), empty_ids(num_tokens, k)
+    mapping = (numbers, table) if mapped else NO_MAPPING
+    run("MoeFusedTopk", x, add, *mapping, groups, kept, best, k, 0, norm, 1.5, mapped, y, ids)
+    scores = x.double().sigmoid()
+    for t in range(num_tokens):
+        value = [float(v) for v in scores[t] + add.double()]
+        worth = [sum(sorted(value[g * members : (g + 1) * members])[-best:]) for g in range(groups)]
+        stay = sorted(range(groups), key=lambda g: -worth[g])[:kept]
+        value = [v if e // members in stay else 0.0 for e, v in enumerate(value)]
+        chosen = sorted(range(num_experts), key=lambda e: -value[e])[:k]
+        expected = [float(scores[t, e]) for e in chosen]
+        if mapped:
+            chosen = [int(table[e, t % int(numbers[e]) if numbers[e] else 0]) for e in chosen]
+        same(ids[t], chosen)
+        if norm and sum(expected) == 0:
+            assert y[t].isnan().all()
+        else:
+            close(y[t], [w / sum(expected) * 1.5 for w in expected] if norm else expected)
+
+
 @settings(max_examples=30)
 @given(st.sampled_from(((3,), (2, 3), (1, 1))), st.integers(1, 9), SEEDS, st.sampled_from(FLOATS), st.integers(0, 1))
 def test_gating_softmax(outer: tuple[int, ...], num_experts: int, seed: int, dtype: torch.dtype, renorm: int) -> None:
@@ -300,6 +398,25 @@ def test_gating_softmax(outer: tuple[int, ...], num_experts: int, seed: int, dty
         same(y2, y)
         same(ids2, ids)
         close(all_soft, soft)
+
+
+# ---------------------------------------------------------------------------- empty tensors
+
+
+@pytest.mark.parametrize("shape", ((0, 4), (3, 0)))
+def test_fused_topk_of_nothing_writes_nothing(shape: tuple[int, int]) -> None:
+    """Whatever else is wrong."""
+    arguments = GOOD["MoeFusedTopk"]() | {"x": torch.empty(shape), "groupNum": 0, "activateType": 3}
+    run("MoeFusedTopk", *arguments.values())
+    assert arguments["y"].isnan().all()
+    assert (arguments["indices"] == -77).all()
+
+
+def test_fused_topk_without_mapping_does_not_look_at_it() -> None:
+    arguments = GOOD["MoeFusedTopk"]() | {"enableExpertMapping": False}
+    arguments |= {"mappingNum": ones(1), "mappingTable": ones(1)}
+    run("MoeFusedTopk", *arguments.values())
+    same(arguments["indices"], [[0, 1]] * 3)
 
 
 # ---------------------------------------------------------------------------- the core's bits

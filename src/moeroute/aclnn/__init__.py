@@ -54,6 +54,8 @@ from moeroute.aclnn.finalize_routing import aclnnMoeFinalizeRoutingV4 as aclnnMo
 from moeroute.aclnn.finalize_routing import (
     aclnnMoeFinalizeRoutingV4GetWorkspaceSize as aclnnMoeFinalizeRoutingV4GetWorkspaceSize,
 )
+from moeroute.aclnn.gating import aclnnMoeFusedTopk as aclnnMoeFusedTopk
+from moeroute.aclnn.gating import aclnnMoeFusedTopkGetWorkspaceSize as aclnnMoeFusedTopkGetWorkspaceSize
 from moeroute.aclnn.gating import aclnnMoeGatingTopK as aclnnMoeGatingTopK
 from moeroute.aclnn.gating import aclnnMoeGatingTopKBackward as aclnnMoeGatingTopKBackward
 from moeroute.aclnn.gating import (

@@ -255,6 +255,13 @@ def _integer(parameter: Parameter, value: Any) -> int:
     return int(value)
 
 
+def _unsigned(parameter: Parameter, value: Any) -> int:
+    value = _integer(parameter, value)
+    if not 0 <= value < 2**32:
+        raise wrong(parameter.name, "an unsigned int of 32 bits", value)
+    return value
+
+
 def _boolean(parameter: Parameter, value: Any) -> bool:
     if value is True or value is False:
         return bool(value)
@@ -272,6 +279,11 @@ def _double(parameter: Parameter, value: Any) -> float:
     raise wrong(parameter.name, "a float", type(value).__name__)
 
 
+def _float(parameter: Parameter, value: Any) -> float:
+    """The float32 that the number is for a C program."""
+    return torch.tensor(_double(parameter, value), dtype=torch.float32).item()
+
+
 def _integers(parameter: Parameter, value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
@@ -286,6 +298,8 @@ _READERS: dict[str, Callable[[Parameter, Any], Any]] = {
     "out": _tensor,
     "optional_out": _tensor,
     "int": _integer,
+    "uint32": _unsigned,
+    "float": _float,
     "bool": _boolean,
     "double": _double,
     "optional_int_array": _integers,

@@ -16,8 +16,10 @@ from moeroute.aclnn.core import (
     WORKSPACE,
     Work,
     apart,
+    at_least,
     between,
     deliver,
+    divides,
     phases,
     ranked,
     required,
@@ -26,8 +28,11 @@ from moeroute.aclnn.core import (
     typed,
     wrong,
     wrong_shape,
+    zero_filled,
 )
 from moeroute.ops.gating.op import gating_topk, gating_topk_backward, look_up_expert_ids
+from moeroute.ops.group_topk import topk_in_groups
+from moeroute.ops.replicas import instances_of_slots
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
@@ -343,3 +348,87 @@ def _moe_gating_top_k_softmax_v2(
 aclnnMoeGatingTopKSoftmaxV2GetWorkspaceSize, aclnnMoeGatingTopKSoftmaxV2 = phases(
     "MoeGatingTopKSoftmaxV2", _moe_gating_top_k_softmax_v2
 )
+
+# ---------------------------------------------------------------------------- MoeFusedTopk
+
+_MAX_FUSED, _MAX_GROUPS, _MAX_INSTANCES = 1024, 256, 128
+
+
+def _moe_fused_topk(
+    x: Tensor,
+    addNum: Tensor,
+    mappingNum: Tensor | None,
+    mappingTable: Tensor | None,
+    groupNum: int,
+    groupTopk: int,
+    topN: int,
+    topK: int,
+    activateType: int,
+    isNorm: bool,
+    scale: float,
+    enableExpertMapping: bool,
+    y: Tensor,
+    indices: Tensor,
+) -> tuple[int, Work]:
+    """The topK experts of sigmoid(x) + addNum in the groupTopk best groups, and the sigmoids at them.
+
+    A group is worth the sum of its topN largest values; the experts of the others count as 0. isNorm divides by
+    the sum over the chosen ones and multiplies with scale. With enableExpertMapping expert e becomes
+    mappingTable[e, t % mappingNum[e]] for token t, column 0 where mappingNum is 0.
+    """
+    required(x=x, addNum=addNum)
+    if enableExpertMapping:
+        required(mappingNum=mappingNum, mappingTable=mappingTable)
+    else:
+        mappingNum = mappingTable = None
+    required(y=y, indices=indices)
+    typed("x", x, *FLOATS)
+    typed("addNum", addNum, x.dtype)
+    typed("mappingNum", mappingNum, torch.int32)
+    typed("mappingTable", mappingTable, torch.int32)
+    typed("indices", indices, torch.int32)
+    typed("y", y, torch.float32)
+    if x.numel() == 0:
+        return zero_filled()
+    between("groupNum", groupNum, 1, _MAX_GROUPS)
+    for name, value in (("groupTopk", groupTopk), ("topN", topN), ("topK", topK)):
+        at_least(name, value, 1)
+    ranked("x", x, 2)
+    ranked("addNum", addNum, 1)
+    ranked("y", y, 2)
+    num_tokens, num_experts = x.shape
+    shaped("indices", indices, tuple(y.shape), "[T, topK], as y,")
+    shaped("y", y, (num_tokens, topK), "[T, topK]")
+    shaped("addNum", addNum, (num_experts,), "[E]")
+    members = divides("E of x", num_experts, "groupNum", groupNum)
+    between("groupTopk", groupTopk, 1, groupNum)
+    between("topK", topK, 1, num_experts)
+    between("topN", topN, 1, members)
+    between("E of x", num_experts, 1, _MAX_FUSED)
+    if mappingTable is not None:
+        ranked("mappingTable", mappingTable, 2)
+        shaped("mappingNum", mappingNum, (num_experts,), "[E]")
+        between("m of mappingTable", mappingTable.shape[1], 1, _MAX_INSTANCES)
+        shaped("mappingTable", mappingTable, (num_experts, mappingTable.shape[1]), "[E, m]")
+    between("activateType", activateType, 0, 0)
+    if isNorm:
+        _finite("scale", scale, PARAM_INVALID)
+    apart({"y": y, "indices": indices}, x, addNum, mappingNum, mappingTable)
+
+    def work() -> None:
+        scores = gating_topk(x, 1, score="sigmoid").scores
+        ids = topk_in_groups(scores + addNum.float(), topK, num_groups=groupNum, topk_groups=groupTopk, best=topN)
+        scaling = scale if isNorm else 1.0
+        chosen = gating_topk(
+            x, topK, score="sigmoid", expert_ids=ids, renormalize=isNorm, eps=0.0, scaling_factor=scaling
+        )
+        y.copy_(chosen.weights)
+        if mappingNum is not None and mappingTable is not None:
+            count = torch.where(mappingNum == 0, 1, mappingNum)
+            ids = instances_of_slots(ids, torch.cat((count[:, None], mappingTable), 1))
+        indices.copy_(ids)
+
+    return 0, work
+
+
+aclnnMoeFusedTopkGetWorkspaceSize, aclnnMoeFusedTopk = phases("MoeFusedTopk", _moe_fused_topk)

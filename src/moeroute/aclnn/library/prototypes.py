@@ -253,7 +253,7 @@ ALIASES = {
 _ENUMS = ("aclDataType", "aclFormat", "aclrtMemMallocPolicy", "aclrtMemcpyKind", "aclSysParamOpt", "aclrtMemAttr")
 _WRITTEN_ENUMS = ("aclDataType", "aclFormat", "aclrtRunMode", "aclrtEventStatus", "aclrtEventRecordedStatus")
 _ADDRESSES = ("void **", "int64_t **", "aclrtStream *", "aclrtContext *", "aclrtEvent *", "aclOpExecutor **")
-_PLAIN = ("bool", "double", "int32_t", "uint32_t", "int64_t", "uint64_t", "size_t")
+_PLAIN = ("bool", "float", "double", "int32_t", "uint32_t", "int64_t", "uint64_t", "size_t")
 _POINTERS = ("float *", "int32_t *", "uint32_t *", "int64_t *", "uint64_t *", "size_t *")
 _IN_PYTHON = {
     **{kind: "int32_t" for kind in _ENUMS},

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import moeroute
+from case_ids import spelled
 from moeroute.ops.permutation import op
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 from small_cases import present
@@ -66,7 +67,7 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.parametrize(("dtype", "weights_dtype"), MIXTURES, ids=str)
+@pytest.mark.parametrize(("dtype", "weights_dtype"), MIXTURES)
 def test_operators_are_right(backend: str, dtype: torch.dtype, weights_dtype: torch.dtype | None) -> None:
     if dtype is torch.float64:
         backend = "reference"
@@ -87,8 +88,8 @@ def test_operators_are_right(backend: str, dtype: torch.dtype, weights_dtype: to
     assert_close_to_exact(dots, exact_dots(rows.double(), x.double(), plan))
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("weights_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("weights_dtype", FLOATS)
 def test_gradients_are_right_and_in_their_inputs_dtype(
     backend: str, dtype: torch.dtype, weights_dtype: torch.dtype
 ) -> None:
@@ -203,8 +204,8 @@ def test_backends_agree_in_every_bit(
         assert_same_bits(everything(name), expected, name)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_finalize_bias_and_init_agree_in_every_bit(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_finalize_bias_and_init_agree_in_every_bit(subtests: pytest.Subtests, backend: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     rows_of = torch.tensor([[0, -1], [2, 1], [-1, -1]])
     experts = torch.tensor([[0, 1], [2, -1], [5, 0]])
@@ -213,13 +214,16 @@ def test_finalize_bias_and_init_agree_in_every_bit(backend: str, dtype: torch.dt
     init, weights = special((3, 130), dtype, generator), special((6,), torch.float32, generator)
     pair = init, special((3, 130), dtype, generator)
     for given_init, given_bias, given_weights in itertools.product((None, init, pair), (None, bias), (None, weights)):
-        results = [
-            moeroute.combine(rows, plan, given_weights, init=given_init, bias=given_bias, backend=name)
-            for name in (backend, "reference")
-        ]
-        assert_same_bits(results[0], results[1])
-        dots = [moeroute.row_dots(rows, init, plan, bias=given_bias, backend=name) for name in (backend, "reference")]
-        assert_same_bits(dots[0], dots[1])
+        with subtests.test(init=spelled(given_init), bias=given_bias is not None, weights=given_weights is not None):
+            results = [
+                moeroute.combine(rows, plan, given_weights, init=given_init, bias=given_bias, backend=name)
+                for name in (backend, "reference")
+            ]
+            assert_same_bits(results[0], results[1])
+            dots = [
+                moeroute.row_dots(rows, init, plan, bias=given_bias, backend=name) for name in (backend, "reference")
+            ]
+            assert_same_bits(dots[0], dots[1])
 
 
 def test_finalize_numbers(backend: str) -> None:
@@ -239,8 +243,10 @@ def test_finalize_numbers(backend: str) -> None:
     assert moeroute.row_dots(rows, x, plan, bias=bias, backend=backend).tolist() == [11, 0, 220, 40]
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_bits_do_not_depend_on_threads_or_batch(backend: str, threads: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_bits_do_not_depend_on_threads_or_batch(
+    subtests: pytest.Subtests, backend: str, threads: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(8, (600, 4), generator=generator)
     plan = moeroute.plan_from_expert_ids(ids, 8)
@@ -252,13 +258,14 @@ def test_bits_do_not_depend_on_threads_or_batch(backend: str, threads: int, dtyp
     assert grads[1] is not None
     per_slot = grads[0][plan.row_of_slot.long()]
     for token in (0, 299, 300, 599):
-        one = slice(token, token + 1)
-        alone = moeroute.plan_from_expert_ids(ids[one], 8)
-        rows_alone = moeroute.permute(tokens[one], alone, backend=backend)
-        assert_same_bits(moeroute.unpermute(rows_alone, alone, weights[one], backend=backend), output[one])
-        grads_alone = moeroute.unpermute_backward(tokens[one], rows_alone, alone, weights[one], backend=backend)
-        assert_same_bits(grads_alone[1], grads[1][one])
-        assert_same_bits(grads_alone[0][alone.row_of_slot.long()], per_slot[token * 4 : token * 4 + 4])
+        with subtests.test(token=token):
+            one = slice(token, token + 1)
+            alone = moeroute.plan_from_expert_ids(ids[one], 8)
+            rows_alone = moeroute.permute(tokens[one], alone, backend=backend)
+            assert_same_bits(moeroute.unpermute(rows_alone, alone, weights[one], backend=backend), output[one])
+            grads_alone = moeroute.unpermute_backward(tokens[one], rows_alone, alone, weights[one], backend=backend)
+            assert_same_bits(grads_alone[1], grads[1][one])
+            assert_same_bits(grads_alone[0][alone.row_of_slot.long()], per_slot[token * 4 : token * 4 + 4])
     former = torch.get_num_threads()
     torch.set_num_threads(3 - threads)
     try:
@@ -345,21 +352,22 @@ def test_negative_zero() -> None:
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
-def test_any_hidden_size_and_alignment(backend: str, hidden: int) -> None:
+def test_any_hidden_size_and_alignment(subtests: pytest.Subtests, backend: str, hidden: int) -> None:
     """B73, B74: rows are bitwise those of index_select; guards around an `out` stay."""
     generator = torch.Generator().manual_seed(hidden)
     plan = random_plan(hidden, 9, 3, 4)
     index = plan.token_of_row.long()
     for dtype in FLOATS:
-        tokens = torch.randn(9, hidden, generator=generator).to(dtype)
-        shifted = torch.zeros(9 * hidden + 1, dtype=dtype)[1:].view(9, hidden).copy_(tokens)
-        assert_same_bits(moeroute.permute(shifted, plan, backend=backend), tokens.index_select(0, index))
-        guarded = torch.full((plan.num_rows + 2, hidden + 2), 777.0, dtype=dtype)
-        moeroute.spread(tokens, plan, out=guarded[1:-1, 1:-1], backend=backend)
-        assert_same_bits(guarded[1:-1, 1:-1], tokens.index_select(0, index))
-        frame = guarded.clone()
-        frame[1:-1, 1:-1] = 777.0
-        assert bool((frame == 777.0).all())
+        with subtests.test(dtype=dtype):
+            tokens = torch.randn(9, hidden, generator=generator).to(dtype)
+            shifted = torch.zeros(9 * hidden + 1, dtype=dtype)[1:].view(9, hidden).copy_(tokens)
+            assert_same_bits(moeroute.permute(shifted, plan, backend=backend), tokens.index_select(0, index))
+            guarded = torch.full((plan.num_rows + 2, hidden + 2), 777.0, dtype=dtype)
+            moeroute.spread(tokens, plan, out=guarded[1:-1, 1:-1], backend=backend)
+            assert_same_bits(guarded[1:-1, 1:-1], tokens.index_select(0, index))
+            frame = guarded.clone()
+            frame[1:-1, 1:-1] = 777.0
+            assert bool((frame == 777.0).all())
 
 
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.int8, torch.bool, torch.int16, torch.int32, torch.int64))
@@ -376,24 +384,26 @@ def layouts(matrix: Tensor) -> list[Tensor]:
     return [matrix.t().contiguous().t(), wide[::2, 2:-1], torch.stack([matrix, matrix], dim=2)[:, :, 0]]
 
 
-def test_strides_of_inputs(backend: str) -> None:
+def test_strides_of_inputs(subtests: pytest.Subtests, backend: str) -> None:
     plan = random_plan(4, 6, 2, 3)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(6, 70, generator=generator)
     rows = torch.randn(plan.num_rows, 70, generator=generator)
     weights = torch.rand(6, 2, generator=generator)
     for x, y in zip(layouts(tokens), layouts(rows), strict=True):
-        w = weights.t().contiguous().t()
-        assert_same_bits(
-            moeroute.permute(x, plan, w, backend=backend), moeroute.permute(tokens, plan, weights, backend=backend)
-        )
-        assert_same_bits(
-            moeroute.unpermute(y, plan, w, backend=backend), moeroute.unpermute(rows, plan, weights, backend=backend)
-        )
-        assert_same_bits(
-            moeroute.unpermute_backward(x, y, plan, w, backend=backend),
-            moeroute.unpermute_backward(tokens, rows, plan, weights, backend=backend),
-        )
+        with subtests.test(strides=(x.stride(), y.stride())):
+            w = weights.t().contiguous().t()
+            assert_same_bits(
+                moeroute.permute(x, plan, w, backend=backend), moeroute.permute(tokens, plan, weights, backend=backend)
+            )
+            assert_same_bits(
+                moeroute.unpermute(y, plan, w, backend=backend),
+                moeroute.unpermute(rows, plan, weights, backend=backend),
+            )
+            assert_same_bits(
+                moeroute.unpermute_backward(x, y, plan, w, backend=backend),
+                moeroute.unpermute_backward(tokens, rows, plan, weights, backend=backend),
+            )
     row = torch.randn(1, 70, generator=generator)
     expanded, full = row.expand(6, 70), row.repeat(6, 1)
     assert_same_bits(moeroute.permute(expanded, plan, backend=backend), moeroute.permute(full, plan, backend=backend))
@@ -653,8 +663,8 @@ def test_slots_that_no_token_owns_belong_to_nobody(with_experts: bool, backend: 
 # ---------------------------------------------------------------------------- out=
 
 
-@pytest.mark.parametrize("dtype", (*FLOATS, torch.float64), ids=str)
-def test_out(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", (*FLOATS, torch.float64))
+def test_out(subtests: pytest.Subtests, backend: str, dtype: torch.dtype) -> None:
     if dtype is torch.float64:
         backend = "reference"
     plan = random_plan(3, 6, 2, 4)
@@ -671,25 +681,31 @@ def test_out(backend: str, dtype: torch.dtype) -> None:
         ]
 
     for out in buffers(plan.num_rows, 40):
-        assert moeroute.spread(x, plan, slots, out=out, backend=backend) is out
-        assert_same_bits(out, moeroute.spread(x, plan, slots, backend=backend))
+        with subtests.test(strides=out.stride()):
+            assert moeroute.spread(x, plan, slots, out=out, backend=backend) is out
+            assert_same_bits(out, moeroute.spread(x, plan, slots, backend=backend))
     for out in buffers(6, 40):
-        assert moeroute.combine(rows, plan, slots, out=out, backend=backend) is out
-        assert_same_bits(out, moeroute.combine(rows, plan, slots, backend=backend))
-        assert moeroute.permute_backward(rows, plan, out=out, backend=backend) is out
-        assert_same_bits(out, moeroute.permute_backward(rows, plan, backend=backend))
+        with subtests.test(strides=out.stride()):
+            assert moeroute.combine(rows, plan, slots, out=out, backend=backend) is out
+            assert_same_bits(out, moeroute.combine(rows, plan, slots, backend=backend))
+            assert moeroute.permute_backward(rows, plan, out=out, backend=backend) is out
+            assert_same_bits(out, moeroute.permute_backward(rows, plan, backend=backend))
     for out in (torch.empty_like(slots), torch.empty(plan.num_slots, 2, dtype=slots.dtype)[:, 1]):
-        moeroute.row_dots(rows, x, plan, dtype=slots.dtype, out=out, backend=backend)
-        assert_same_bits(out, moeroute.row_dots(rows, x, plan, dtype=slots.dtype, backend=backend))
-        moeroute.slot_weights(weights, plan, out=out, backend=backend)
-        assert_same_bits(out, slots)
+        with subtests.test(strides=out.stride()):
+            moeroute.row_dots(rows, x, plan, dtype=slots.dtype, out=out, backend=backend)
+            assert_same_bits(out, moeroute.row_dots(rows, x, plan, dtype=slots.dtype, backend=backend))
+            moeroute.slot_weights(weights, plan, out=out, backend=backend)
+            assert_same_bits(out, slots)
     expected = moeroute.unpermute_backward(x, rows, plan, weights, backend=backend)
     for out_rows in buffers(plan.num_rows, 40):
-        for out_weights in (torch.empty_like(weights), torch.empty(2, 6, dtype=weights.dtype).t()):
-            result = moeroute.unpermute_backward(x, rows, plan, weights, out=(out_rows, out_weights), backend=backend)
-            assert result[0] is out_rows
-            assert result[1] is out_weights
-            assert_same_bits(result, expected)
+        with subtests.test(strides=out_rows.stride()):
+            for out_weights in (torch.empty_like(weights), torch.empty(2, 6, dtype=weights.dtype).t()):
+                result = moeroute.unpermute_backward(
+                    x, rows, plan, weights, out=(out_rows, out_weights), backend=backend
+                )
+                assert result[0] is out_rows
+                assert result[1] is out_weights
+                assert_same_bits(result, expected)
 
 
 def test_out_refuses_what_it_cannot_do() -> None:
@@ -897,7 +913,7 @@ def test_derivatives_where_the_last_slot_is_stored(kind: str) -> None:
     assert torch.autograd.gradcheck(both, (x, y))
 
 
-def test_odd_plans_and_backends_are_refused() -> None:
+def test_odd_plans_and_backends_are_refused(subtests: pytest.Subtests) -> None:
     ids = torch.tensor([[0, 1], [1, 0]])
     plan = moeroute.plan_from_expert_ids(ids, 2)
     weights = torch.ones(2, 2)
@@ -906,7 +922,10 @@ def test_odd_plans_and_backends_are_refused() -> None:
         lambda: moeroute.permute_weights(weights, plan, backend="nonsense"),
         lambda: moeroute.permute_weights_backward(torch.ones(4), plan, backend="nonsense"),
     ):
-        with pytest.raises(ValueError, match=r"backend must be one of 'reference', 'cpu', .*; got 'nonsense'"):
+        with (
+            subtests.test(spelled(call)),
+            pytest.raises(ValueError, match=r"backend must be one of 'reference', 'cpu', .*; got 'nonsense'"),
+        ):
             call()
     with pytest.raises(ValueError, match=r"slot_weights: backend must be 'reference' for torch\.float64"):
         moeroute.slot_weights(weights.double(), plan, backend="cpu")
@@ -926,5 +945,8 @@ def test_odd_plans_and_backends_are_refused() -> None:
         lambda: moeroute.unpermute_backward(scaled, None, plan),
     )
     for refused in quantized:
-        with pytest.raises(TypeError, match="must be of a dtype that is not quantized"):
+        with (
+            subtests.test(spelled(refused)),
+            pytest.raises(TypeError, match="must be of a dtype that is not quantized"),
+        ):
             refused()

@@ -29,10 +29,6 @@ def wrong_host(operator: str, package: str, wanted: str, got: str) -> ImportErro
     return ImportError(f"moeroute.{operator}: {package} must be {wanted}; got {got}")
 
 
-def missing(operator: str, name: str, what: str) -> NotImplementedError:
-    return NotImplementedError(f"moeroute.{operator}: {name} needs {what}, which this package lacks")
-
-
 def wrong_shape(operator: str, argument: str, wanted: str, tensor: Tensor) -> ValueError:
     """Of a tensor that has no strides it says that instead: some of those do not even tell their shape."""
     if not is_dense(tensor):
@@ -64,6 +60,18 @@ def tensor(operator: str, argument: str, value: Any) -> Tensor:
     if not is_dense(value):
         raise not_dense(operator, argument, value)
     return value
+
+
+def shaped(operator: str, argument: str, value: Any, shape: tuple[int | None, ...], like: Tensor | None = None) -> None:
+    """A dense tensor of this shape, in which None stands for any size, on the device of `like`."""
+    tensor(operator, argument, value)
+    if value.ndim != len(shape) or any(
+        size not in (None, found) for size, found in zip(shape, value.shape, strict=True)
+    ):
+        sizes = ", ".join("*" if size is None else str(size) for size in shape)
+        raise wrong_shape(operator, argument, f"of shape [{sizes}]", value)
+    if like is not None and value.device != like.device:
+        raise wrong_value(operator, argument, f"on {like.device}, as the others", value.device)
 
 
 def integer(operator: str, argument: str, value: Any, minimum: int | None = None, maximum: int | None = None) -> int:

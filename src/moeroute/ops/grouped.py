@@ -40,8 +40,29 @@ def _segments(operator: str, sizes: Tensor, num_rows: int) -> list[tuple[int, in
     return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
 
 
+def _check_operands(operator: str, sizes: Tensor, **operands: Tensor) -> None:
+    """int64 sizes, and one dtype and device of the others: a registered operator may be called by anybody."""
+    if sizes.dtype is not torch.int64:
+        raise check.wrong_dtype(operator, "sizes", "torch.int64", sizes)
+    (name, first), *others = operands.items()
+    check.float_dtype(operator, f"the dtype of {name}", first.dtype, FLOATS)
+    for argument, other in others:
+        check.same_device(operator, name, first, argument, other)
+        if other.dtype is not first.dtype:
+            raise check.wrong_dtype(operator, argument, f"{first.dtype}, as {name}", other)
+
+
 def _grouped_linear_kernel(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
-    segments = _segments("nn.grouped_linear", sizes, rows.shape[0])
+    operator = "nn.grouped_linear"
+    check.shaped(operator, "rows", rows, (None, None))
+    check.shaped(operator, "weight", weight, (None, None, rows.shape[1]))
+    check.shaped(operator, "sizes", sizes, (weight.shape[0],))
+    if bias is None:
+        _check_operands(operator, sizes, rows=rows, weight=weight)
+    else:
+        check.shaped(operator, "bias", bias, (weight.shape[0], weight.shape[1]))
+        _check_operands(operator, sizes, rows=rows, weight=weight, bias=bias)
+    segments = _segments(operator, sizes, rows.shape[0])
     out = memory.empty((rows.shape[0], weight.shape[1]), rows.dtype, rows.device)
     for expert, (start, stop) in enumerate(segments):
         if stop > start:
@@ -55,7 +76,12 @@ def _grouped_linear_kernel(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Te
 
 
 def _grouped_outer_kernel(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
-    segments = _segments("nn.grouped_outer", sizes, left.shape[0])
+    operator = "nn.grouped_outer"
+    check.shaped(operator, "left", left, (None, None))
+    check.shaped(operator, "right", right, (left.shape[0], None))
+    check.shaped(operator, "sizes", sizes, (None,))
+    _check_operands(operator, sizes, left=left, right=right)
+    segments = _segments(operator, sizes, left.shape[0])
     out = memory.empty((len(segments), left.shape[1], right.shape[1]), left.dtype, left.device)
     for expert, (start, stop) in enumerate(segments):
         if stop > start:

@@ -1,9 +1,12 @@
 """What every operator of torch.library gets besides its schema."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+
+from moeroute import check
 
 LIBRARY = torch.library.Library("moeroute", "FRAGMENT")
 
@@ -16,7 +19,7 @@ def implement(name: str, implementation: Callable[..., Any], fake: Callable[...,
     are tensors.
     """
     LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"moeroute::{name}", fake, lib=LIBRARY)
+    torch.library.register_fake(f"moeroute::{name}", partial(_shapes, name, fake), lib=LIBRARY)
     overload = getattr(torch.ops.moeroute, name).default
     sizes = _sizes(overload)
     if sizes:
@@ -29,6 +32,16 @@ def implement(name: str, implementation: Callable[..., Any], fake: Callable[...,
             ),
             "CompositeImplicitAutograd",
         )
+
+
+def _shapes(name: str, fake: Callable[..., Any], *arguments: Any) -> Any:
+    """What the fake kernel gives. One tensor on meta among others brings a call here: no fresh memory for a result."""
+    found = fake(*arguments)
+    results = found if isinstance(found, tuple) else (found,)
+    tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+    if any(t.device.type == "meta" for t in tensors) and any(r.device.type != "meta" for r in results):
+        raise check.wrong_value(name, "every tensor", "on one device", "some on meta")
+    return found
 
 
 def operator(name: str) -> Callable[..., Any]:

@@ -64,9 +64,66 @@ def _scores_dtype(logits: Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype is torch.float64 else torch.float32
 
 
+# A registered operator may be called by anybody, and stands in exported graphs: it looks at all that a kernel indexes
+# with. A verb has looked already, and calls the kernel itself where it may.
+
+
+def _gating_topk_operator(
+    logits: Tensor,
+    bias: Tensor | None,
+    expert_ids: Tensor | None,
+    k: int,
+    score: str,
+    num_groups: int,
+    topk_groups: int,
+    group_score: str,
+    renormalize: bool,
+    scaling_factor: float,
+    eps: float,
+    weights_dtype: torch.dtype,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    operator = "gating_topk"
+    _check_matrix(operator, "logits", logits, "[T, E]")
+    check.one_of(operator, "score", score, SCORES)
+    _check_choice(operator, logits, bias, expert_ids, k, num_groups, topk_groups, group_score)
+    check.float_dtype(operator, "weights_dtype", weights_dtype, _result_dtypes(logits))
+    _check_scalar(operator, "scaling_factor", scaling_factor, logits.dtype)
+    _check_scalar(operator, "eps", eps, logits.dtype)
+    found: tuple[Tensor, Tensor, Tensor] = _module(operator, backend, logits).gating_topk(
+        logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
+        weights_dtype, None,
+    )  # fmt: skip
+    return found
+
+
+def _gating_topk_backward_operator(
+    scores: Tensor,
+    grad_weights: Tensor,
+    expert_ids: Tensor,
+    grad_scores: Tensor | None,
+    score: str,
+    renormalize: bool,
+    scaling_factor: float,
+    eps: float,
+    out_dtype: torch.dtype,
+    backend: str | None,
+) -> Tensor:
+    operator = "gating_topk_backward"
+    _check_backward(operator, scores, grad_weights, expert_ids, grad_scores)
+    check.one_of(operator, "score", score, SCORES)
+    check.float_dtype(operator, "out_dtype", out_dtype, _result_dtypes(scores))
+    _check_scalar(operator, "scaling_factor", scaling_factor, scores.dtype)
+    _check_scalar(operator, "eps", eps, scores.dtype)
+    gradient: Tensor = _module(operator, backend, scores).gating_topk_backward(
+        scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, None
+    )
+    return gradient
+
+
 implement(
     "gating_topk",
-    lambda logits, *rest: _module("gating_topk", rest[-1], logits).gating_topk(logits, *rest[:-1], None),
+    _gating_topk_operator,
     lambda logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
     weights_dtype, backend: (
         logits.new_empty((logits.shape[0], k), dtype=weights_dtype),
@@ -76,9 +133,7 @@ implement(
 )  # fmt: skip
 implement(
     "gating_topk_backward",
-    lambda scores, *rest: _module("gating_topk_backward", rest[-1], scores).gating_topk_backward(
-        scores, *rest[:-1], None
-    ),
+    _gating_topk_backward_operator,
     lambda scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, backend: (
         scores.new_empty(scores.shape, dtype=out_dtype)
     ),
@@ -233,6 +288,56 @@ def _check_groups(operator: str, num_experts: int, num_groups: int, topk_groups:
         raise check.wrong_value(operator, "group_score", wanted, f"'top2_sum' with num_groups = {num_groups}")
 
 
+def _check_choice(
+    operator: str,
+    logits: Tensor,
+    bias: Any,
+    expert_ids: Any,
+    k: Any,
+    num_groups: Any,
+    topk_groups: Any,
+    group_score: Any,
+) -> None:
+    tokens, num_experts = logits.shape
+    _check_groups(operator, num_experts, num_groups, topk_groups, group_score)
+    if expert_ids is None:
+        most = num_experts // num_groups * topk_groups
+        if type(k) is not int or k < 1 or k > most:
+            check.integer(operator, "k", k, 1, most)
+    else:
+        check.integer(operator, "k", k, 1)
+        _check_ids(operator, expert_ids, tokens, k, "logits", logits)
+    if bias is not None:
+        _check_bias(operator, bias, num_experts, logits)
+
+
+def _check_backward(operator: str, scores: Any, grad_weights: Any, expert_ids: Any, grad_scores: Any) -> None:
+    _check_matrix(operator, "scores", scores, "[T, E]")
+    if scores.dtype is not torch.float32 and scores.dtype is not torch.float64:
+        raise check.wrong_dtype(operator, "scores", "float32 or float64", scores)
+    tokens = scores.shape[0]
+    _check_matrix(operator, "grad_weights", grad_weights, "[T, K]")
+    if grad_weights.shape[0] != tokens:
+        raise check.wrong_shape(operator, "grad_weights", f"[T, K] with T = {tokens}, as scores", grad_weights)
+    if grad_weights.device != scores.device:
+        check.same_device(operator, "scores", scores, "grad_weights", grad_weights)
+    if grad_weights.dtype is torch.float64 and scores.dtype is not torch.float64:
+        raise check.wrong_dtype(operator, "grad_weights", "float64 with float64 scores only", grad_weights)
+    _check_ids(operator, expert_ids, tokens, grad_weights.shape[1], "scores", scores)
+    if grad_scores is not None:
+        _check_matrix(operator, "grad_scores", grad_scores, "[T, E]")
+        if grad_scores.shape != scores.shape:
+            raise check.wrong_shape(operator, "grad_scores", f"{list(scores.shape)}, as scores", grad_scores)
+        if grad_scores.dtype is not scores.dtype:
+            raise check.wrong_dtype(operator, "grad_scores", f"{scores.dtype}, as scores", grad_scores)
+        if grad_scores.device != scores.device:
+            check.same_device(operator, "scores", scores, "grad_scores", grad_scores)
+
+
+def _result_dtypes(given: Tensor) -> tuple[torch.dtype, ...]:
+    return FLOATS if given.dtype is torch.float64 else FLOATS[:3]
+
+
 def _check_scalar(operator: str, argument: str, value: Any, dtype: torch.dtype) -> float:
     """A finite float, in float32 too where that is what it meets."""
     if type(value) is float and abs(value) <= FLOAT32_MAX:
@@ -332,16 +437,7 @@ def gating_topk(
     renormalize = _check_renormalize(operator, renormalize, score)
     if topk_groups is None:
         topk_groups = num_groups
-    _check_groups(operator, num_experts, num_groups, topk_groups, group_score)
-    if expert_ids is None:
-        most = num_experts // num_groups * topk_groups
-        if type(k) is not int or k < 1 or k > most:
-            check.integer(operator, "k", k, 1, most)
-    else:
-        check.integer(operator, "k", k, 1)
-        _check_ids(operator, expert_ids, tokens, k, "logits", logits)
-    if bias is not None:
-        _check_bias(operator, bias, num_experts, logits)
+    _check_choice(operator, logits, bias, expert_ids, k, num_groups, topk_groups, group_score)
     scaling_factor = _check_scalar(operator, "scaling_factor", scaling_factor, logits.dtype)
     eps = _check_scalar(operator, "eps", eps, logits.dtype)
     if weights_dtype is None:
@@ -349,7 +445,7 @@ def gating_topk(
         if isinstance(out, tuple | list) and len(out) == 3 and isinstance(out[0], Tensor):
             weights_dtype = out[0].dtype
     if weights_dtype is not torch.float32:
-        check.float_dtype(operator, "weights_dtype", weights_dtype, FLOATS if exact else FLOATS[:3])
+        check.float_dtype(operator, "weights_dtype", weights_dtype, _result_dtypes(logits))
     if out is not None:
         if not isinstance(out, tuple | list) or len(out) != 3:
             raise check.wrong_type(operator, "out", "a tuple of three tensors", out)
@@ -415,32 +511,13 @@ def gating_topk_backward(
     Raises ValueError for shapes, sizes and numbers, TypeError for types and dtypes.
     """
     operator = "gating_topk_backward"
-    _check_matrix(operator, "scores", scores, "[T, E]")
-    if scores.dtype is not torch.float32 and scores.dtype is not torch.float64:
-        raise check.wrong_dtype(operator, "scores", "float32 or float64", scores)
-    tokens, exact = scores.shape[0], scores.dtype is torch.float64
-    _check_matrix(operator, "grad_weights", grad_weights, "[T, K]")
-    if grad_weights.shape[0] != tokens:
-        raise check.wrong_shape(operator, "grad_weights", f"[T, K] with T = {tokens}, as scores", grad_weights)
-    if grad_weights.device != scores.device:
-        check.same_device(operator, "scores", scores, "grad_weights", grad_weights)
-    if grad_weights.dtype is torch.float64 and not exact:
-        raise check.wrong_dtype(operator, "grad_weights", "float64 with float64 scores only", grad_weights)
-    _check_ids(operator, expert_ids, tokens, grad_weights.shape[1], "scores", scores)
+    _check_backward(operator, scores, grad_weights, expert_ids, grad_scores)
     renormalize = _check_renormalize(operator, renormalize, score)
     scaling_factor = _check_scalar(operator, "scaling_factor", scaling_factor, scores.dtype)
     eps = _check_scalar(operator, "eps", eps, scores.dtype)
-    if grad_scores is not None:
-        _check_matrix(operator, "grad_scores", grad_scores, "[T, E]")
-        if grad_scores.shape != scores.shape:
-            raise check.wrong_shape(operator, "grad_scores", f"{list(scores.shape)}, as scores", grad_scores)
-        if grad_scores.dtype is not scores.dtype:
-            raise check.wrong_dtype(operator, "grad_scores", f"{scores.dtype}, as scores", grad_scores)
-        if grad_scores.device != scores.device:
-            check.same_device(operator, "scores", scores, "grad_scores", grad_scores)
     if out_dtype is None:
         out_dtype = grad_weights.dtype if out is None or not isinstance(out, Tensor) else out.dtype
-    check.float_dtype(operator, "out_dtype", out_dtype, FLOATS if exact else FLOATS[:3])
+    check.float_dtype(operator, "out_dtype", out_dtype, _result_dtypes(scores))
     if out is not None:
         _check_out(operator, "out", out, tuple(scores.shape), out_dtype, scores, grad_weights, expert_ids, grad_scores)
     if out is not None:

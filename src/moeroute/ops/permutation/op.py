@@ -18,7 +18,7 @@ from torch import Tensor
 from moeroute import backend as backends
 from moeroute import check
 from moeroute.ops.differentiation import differentiable, transformed
-from moeroute.ops.planning.op import RoutingPlan
+from moeroute.ops.planning.op import LARGEST, RoutingPlan
 from moeroute.ops.registration import LIBRARY, implement
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -44,58 +44,189 @@ LIBRARY.define(
 _module = partial(backends.implementation, "permutation")
 
 
+# A registered operator may be called by anybody, and stands in exported graphs: it looks at all that a kernel indexes
+# with. A verb has looked already, and calls the kernel itself where it may.
+
+
+def _index(operator: str, argument: str, index: Tensor, size: int | None, like: Tensor) -> Tensor:
+    """int32 and contiguous: kernels walk it by address."""
+    check.shaped(operator, argument, index, (size,), like)
+    if index.dtype is not torch.int32:
+        raise check.wrong_dtype(operator, argument, "torch.int32", index)
+    return index.contiguous()
+
+
+def _owners(
+    operator: str, argument: str, index: Tensor, slot_offsets: Tensor | None, num_tokens: int, like: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """An index of the slots, and whose they are."""
+    check.integer(operator, "num_tokens", num_tokens, 0, LARGEST)
+    index = _index(operator, argument, index, None, like)
+    if slot_offsets is not None:
+        return index, _index(operator, "slot_offsets", slot_offsets, num_tokens + 1, like)
+    if index.shape[0] % num_tokens if num_tokens else index.shape[0]:
+        raise check.wrong_shape(operator, argument, f"[T * K] with T = {num_tokens}", index)
+    return index, None
+
+
+def _indices(
+    operator: str,
+    row_of_slot: Tensor,
+    slot_of_row: Tensor,
+    slot_offsets: Tensor | None,
+    num_tokens: int,
+    num_rows: int | None,
+    like: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    row_of_slot, slot_offsets = _owners(operator, "row_of_slot", row_of_slot, slot_offsets, num_tokens, like)
+    return row_of_slot, _index(operator, "slot_of_row", slot_of_row, num_rows, like), slot_offsets
+
+
+def _spread_operator(
+    x: Tensor,
+    weights: Tensor | None,
+    row_of_slot: Tensor,
+    slot_of_row: Tensor,
+    slot_offsets: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    operator = "spread"
+    check.shaped(operator, "x", x, (None, None))
+    plan = _indices(operator, row_of_slot, slot_of_row, slot_offsets, x.shape[0], None, x)
+    if weights is not None:
+        _check_slot_weights(operator, weights, "x", x, plan[0])
+    elif x.is_quantized:
+        raise _quantized(operator, "x", x)
+    return _module(operator, backend, x).spread(x, weights, *plan)
+
+
+def _combine_operator(
+    rows: Tensor,
+    weights: Tensor | None,
+    row_of_slot: Tensor,
+    slot_of_row: Tensor,
+    slot_offsets: Tensor | None,
+    num_tokens: int,
+    backend: str | None,
+) -> Tensor:
+    operator = "combine"
+    check.shaped(operator, "rows", rows, (None, None))
+    _check_float(operator, "rows", rows)
+    plan = _indices(operator, row_of_slot, slot_of_row, slot_offsets, num_tokens, rows.shape[0], rows)
+    if weights is not None:
+        _check_slot_weights(operator, weights, "rows", rows, plan[0])
+    return _module(operator, backend, rows).combine(rows, weights, plan[0], plan[2], num_tokens)
+
+
+def _row_dots_operator(
+    rows: Tensor,
+    x: Tensor,
+    row_of_slot: Tensor,
+    slot_of_row: Tensor,
+    slot_offsets: Tensor | None,
+    dtype: torch.dtype,
+    backend: str | None,
+) -> Tensor:
+    operator = "row_dots"
+    check.shaped(operator, "rows", rows, (None, None))
+    _check_float(operator, "rows", rows)
+    check.shaped(operator, "x", x, (None, None), rows)
+    _check_partner(operator, "x", x, "rows", rows)
+    check.float_dtype(operator, "dtype", dtype, FLOATS)
+    plan = _indices(operator, row_of_slot, slot_of_row, slot_offsets, x.shape[0], rows.shape[0], rows)
+    return _module(operator, backend, rows).row_dots(rows, x, plan[0], plan[2], dtype)
+
+
+def _spread_dots_operator(
+    x: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    row_of_slot: Tensor,
+    slot_of_row: Tensor,
+    slot_offsets: Tensor | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    operator = "spread_dots"
+    check.shaped(operator, "x", x, (None, None))
+    check.shaped(operator, "rows", rows, (None, None), x)
+    _check_partner(operator, "rows", rows, "x", x)
+    plan = _indices(operator, row_of_slot, slot_of_row, slot_offsets, x.shape[0], rows.shape[0], x)
+    _check_slot_weights(operator, weights, "x", x, plan[0])
+    return _module(operator, backend, x).spread_dots(x, rows, weights, *plan)
+
+
+def _take_operator(values: Tensor, index: Tensor, inverse: Tensor, backend: str | None) -> Tensor:
+    operator = "take"
+    check.shaped(operator, "values", values, (None,))
+    _check_float(operator, "values", values)
+    _index(operator, "inverse", inverse, values.shape[0], values)
+    index = _index(operator, "index", index, None, values)
+    return _module(operator, backend, values).take(values, index)
+
+
+def _slot_weights_operator(
+    weights: Tensor, expert_of_slot: Tensor, slot_offsets: Tensor | None, backend: str | None
+) -> Tensor:
+    operator = "slot_weights"
+    check.shaped(operator, "weights", weights, (None, None))
+    _check_float(operator, "weights", weights)
+    owners = _owners(operator, "expert_of_slot", expert_of_slot, slot_offsets, weights.shape[0], weights)
+    return _module(operator, backend, weights).slot_weights(weights, *owners)
+
+
+def _slot_weights_backward_operator(
+    grad: Tensor,
+    expert_of_slot: Tensor,
+    slot_offsets: Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    accumulate: bool,
+    backend: str | None,
+) -> Tensor:
+    operator = "slot_weights_backward"
+    owners = _owners(operator, "expert_of_slot", expert_of_slot, slot_offsets, num_tokens, grad)
+    check.shaped(operator, "grad", grad, (owners[0].shape[0],))
+    _check_float(operator, "grad", grad)
+    check.integer(operator, "num_experts", num_experts, 0, LARGEST)
+    return _module(operator, backend, grad).slot_weights_backward(grad, *owners, num_tokens, num_experts, accumulate)
+
+
 implement(
     "spread",
-    lambda x, weights, row_of_slot, slot_of_row, slot_offsets, backend: _module("spread", backend, x).spread(
-        x, weights, row_of_slot, slot_of_row, slot_offsets
-    ),
+    _spread_operator,
     lambda x, weights, row_of_slot, slot_of_row, slot_offsets, backend: x.new_empty(slot_of_row.shape[0], x.shape[1]),
 )
 implement(
     "combine",
-    lambda rows, weights, row_of_slot, slot_of_row, slot_offsets, num_tokens, backend: _module(
-        "combine", backend, rows
-    ).combine(rows, weights, row_of_slot, slot_offsets, num_tokens),
+    _combine_operator,
     lambda rows, weights, row_of_slot, slot_of_row, slot_offsets, num_tokens, backend: rows.new_empty(
         num_tokens, rows.shape[1]
     ),
 )
 implement(
     "row_dots",
-    lambda rows, x, row_of_slot, slot_of_row, slot_offsets, dtype, backend: _module("row_dots", backend, rows).row_dots(
-        rows, x, row_of_slot, slot_offsets, dtype
-    ),
+    _row_dots_operator,
     lambda rows, x, row_of_slot, slot_of_row, slot_offsets, dtype, backend: rows.new_empty(
         row_of_slot.shape[0], dtype=dtype
     ),
 )
 implement(
     "spread_dots",
-    lambda x, rows, weights, row_of_slot, slot_of_row, slot_offsets, backend: _module(
-        "spread_dots", backend, x
-    ).spread_dots(x, rows, weights, row_of_slot, slot_of_row, slot_offsets),
+    _spread_dots_operator,
     lambda x, rows, weights, row_of_slot, slot_of_row, slot_offsets, backend: (
         x.new_empty(slot_of_row.shape[0], x.shape[1]),
         weights.new_empty(row_of_slot.shape[0]),
     ),
 )
-implement(
-    "take",
-    lambda values, index, inverse, backend: _module("take", backend, values).take(values, index),
-    lambda values, index, inverse, backend: values.new_empty(index.shape[0]),
-)
+implement("take", _take_operator, lambda values, index, inverse, backend: values.new_empty(index.shape[0]))
 implement(
     "slot_weights",
-    lambda weights, expert_of_slot, slot_offsets, backend: _module("slot_weights", backend, weights).slot_weights(
-        weights, expert_of_slot, slot_offsets
-    ),
+    _slot_weights_operator,
     lambda weights, expert_of_slot, slot_offsets, backend: weights.new_empty(expert_of_slot.shape[0]),
 )
 implement(
     "slot_weights_backward",
-    lambda grad, expert_of_slot, slot_offsets, num_tokens, num_experts, accumulate, backend: _module(
-        "slot_weights_backward", backend, grad
-    ).slot_weights_backward(grad, expert_of_slot, slot_offsets, num_tokens, num_experts, accumulate),
+    _slot_weights_backward_operator,
     lambda grad, expert_of_slot, slot_offsets, num_tokens, num_experts, accumulate, backend: grad.new_empty(
         num_tokens, num_experts
     ),
@@ -247,8 +378,16 @@ def _spread_dots(x: Tensor, rows: Tensor, weights: Tensor, *plan_and_backend: An
 
 
 def _check_plan(operator: str, plan: Any) -> None:
+    """A plan whose index tensors have their sizes still: somebody may have resized one since it was checked."""
     if not isinstance(plan, RoutingPlan):
         raise check.wrong_type(operator, "plan", "a moeroute.RoutingPlan", plan)
+    slots, offsets, experts = plan.row_of_slot.numel(), plan.slot_offsets, plan.expert_of_slot
+    if (
+        plan.slot_of_row.numel() != plan.num_rows
+        or (slots != plan.num_tokens * (plan.topk or 0) if offsets is None else offsets.numel() != plan.num_tokens + 1)
+        or (experts is not None and experts.numel() != slots)
+    ):
+        plan.__post_init__()
 
 
 def _check_matrix(operator: str, argument: str, tensor: Any, letter: str, size: int, plan: RoutingPlan) -> None:
@@ -262,7 +401,7 @@ def _check_matrix(operator: str, argument: str, tensor: Any, letter: str, size: 
     if len(shape) != 2 or shape[0] != size or tensor.layout is not STRIDED:
         raise check.wrong_shape(operator, argument, f"[{letter}, H] with {letter} = {size}, as the plan", tensor)
     if not (tensor.is_cpu and plan.row_of_slot.is_cpu):  # half the time of comparing devices
-        _check_device(operator, argument, tensor, plan)
+        _check_device(operator, argument, tensor, plan.row_of_slot)
 
 
 def _quantized(operator: str, argument: str, tensor: Tensor) -> TypeError:
@@ -270,9 +409,9 @@ def _quantized(operator: str, argument: str, tensor: Tensor) -> TypeError:
     return check.wrong_dtype(operator, argument, "of a dtype that is not quantized", tensor)
 
 
-def _check_device(operator: str, argument: str, tensor: Tensor, plan: RoutingPlan) -> None:
-    if tensor.device != plan.row_of_slot.device:
-        raise check.wrong_value(operator, argument, f"on {plan.row_of_slot.device}, as the plan", tensor.device)
+def _check_device(operator: str, argument: str, tensor: Tensor, slots: Tensor) -> None:
+    if tensor.device != slots.device:
+        raise check.wrong_value(operator, argument, f"on {slots.device}, as the plan", tensor.device)
 
 
 def _check_float(operator: str, argument: str, tensor: Tensor) -> None:
@@ -289,7 +428,8 @@ def _check_partner(operator: str, argument: str, tensor: Any, name: str, other: 
         raise check.wrong_dtype(operator, argument, f"{other.dtype}, as {name}", tensor)
 
 
-def _check_weights_kind(operator: str, weights: Any, rows_name: str, rows: Tensor | None, plan: RoutingPlan) -> None:
+def _check_weights_kind(operator: str, weights: Any, rows_name: str, rows: Tensor | None, slots: Tensor) -> None:
+    """slots: row_of_slot."""
     if type(weights) is not Tensor:
         check.tensor(operator, "weights", weights)
     if weights.layout is not STRIDED or weights.is_nested:
@@ -303,14 +443,14 @@ def _check_weights_kind(operator: str, weights: Any, rows_name: str, rows: Tenso
             raise check.wrong_dtype(operator, rows_name, "floating with weights", rows)
         if dtype is not other and (dtype is torch.float64 or other is torch.float64):
             raise check.wrong_dtype(operator, "weights", f"float64 with float64 {rows_name} and only then", weights)
-    if not (weights.is_cpu and plan.row_of_slot.is_cpu):
-        _check_device(operator, "weights", weights, plan)
+    if not (weights.is_cpu and slots.is_cpu):
+        _check_device(operator, "weights", weights, slots)
 
 
-def _check_slot_weights(operator: str, weights: Any, rows_name: str, rows: Tensor, plan: RoutingPlan) -> None:
-    _check_weights_kind(operator, weights, rows_name, rows, plan)
-    if weights.ndim != 1 or weights.shape[0] != plan.num_slots:
-        raise check.wrong_shape(operator, "weights", f"[S] with S = {plan.num_slots}, as the plan", weights)
+def _check_slot_weights(operator: str, weights: Any, rows_name: str, rows: Tensor, slots: Tensor) -> None:
+    _check_weights_kind(operator, weights, rows_name, rows, slots)
+    if weights.ndim != 1 or weights.shape[0] != slots.shape[0]:
+        raise check.wrong_shape(operator, "weights", f"[S] with S = {slots.shape[0]}, as the plan", weights)
 
 
 def _check_plan_weights(operator: str, argument: str, weights: Tensor, plan: RoutingPlan) -> None:
@@ -379,7 +519,7 @@ def spread(
     _check_plan("spread", plan)
     _check_matrix("spread", "x", x, "T", plan.num_tokens, plan)
     if weights is not None:
-        _check_slot_weights("spread", weights, "x", x, plan)
+        _check_slot_weights("spread", weights, "x", x, plan.row_of_slot)
     elif x.is_quantized:
         raise _quantized("spread", "x", x)
     return _spread_checked("spread", x, plan, weights, out, backend)
@@ -439,7 +579,7 @@ def combine(
     _check_matrix(operator, "rows", rows, "R", plan.num_rows, plan)
     _check_float(operator, "rows", rows)
     if weights is not None:
-        _check_slot_weights(operator, weights, "rows", rows, plan)
+        _check_slot_weights(operator, weights, "rows", rows, plan.row_of_slot)
     if init is None and bias is None:
         return _combine_checked(operator, rows, plan, weights, out, backend)
     if isinstance(init, tuple) and len(init) != 2:
@@ -580,7 +720,7 @@ def slot_weights(
     """
     operator = "slot_weights"
     _check_plan(operator, plan)
-    _check_weights_kind(operator, weights, "", None, plan)
+    _check_weights_kind(operator, weights, "", None, plan.row_of_slot)
     _check_plan_weights(operator, "weights", weights, plan)
     if out is not None:
         _check_out(operator, out, (plan.num_slots,), weights.dtype, weights, *_plan_tensors(plan))
@@ -629,7 +769,7 @@ def permute_weights(
     """
     operator = "permute_weights"
     _check_plan(operator, plan)
-    _check_weights_kind(operator, weights, "", None, plan)
+    _check_weights_kind(operator, weights, "", None, plan.row_of_slot)
     _check_plan_weights(operator, "weights", weights, plan)
     if out is not None:
         _check_out(operator, out, (plan.num_rows,), weights.dtype, weights, *_plan_tensors(plan))
@@ -685,7 +825,7 @@ def permute_weights_backward(
 
 def _weights_shape(operator: str, plan: RoutingPlan, num_experts: int | None) -> tuple[int, ...]:
     if num_experts is not None:
-        check.integer(operator, "num_experts", num_experts, minimum=0, maximum=2**31 - 1)
+        check.integer(operator, "num_experts", num_experts, minimum=0, maximum=LARGEST)
         if plan.num_experts not in (None, num_experts):
             raise check.wrong_value(operator, "num_experts", f"{plan.num_experts}, as the plan, or None", num_experts)
     if plan.expert_of_slot is None:
@@ -753,7 +893,7 @@ def _verb_weights(
     operator: str, name: str, rows: Tensor, weights: Tensor, plan: RoutingPlan, backend: str | None
 ) -> Tensor:
     """Checked and one a slot; [T, K] is that already, whatever its shape."""
-    _check_weights_kind(operator, weights, name, rows, plan)
+    _check_weights_kind(operator, weights, name, rows, plan.row_of_slot)
     _check_plan_weights(operator, "weights", weights, plan)
     return weights if plan.expert_of_slot is None else _slot_weights_verb(operator, weights, plan, None, backend)
 

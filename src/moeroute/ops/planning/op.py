@@ -582,6 +582,146 @@ def _segments_operator(
     return row_of_slot, slot_of_row, tokens
 
 
+# A registered operator may be called by anybody, and stands in exported graphs: it looks at all that a kernel indexes
+# with, and then does what a verb, which has looked already, does at once.
+
+
+def _check_segments(
+    operator: str,
+    first_expert: int,
+    last_expert: int,
+    num_experts: int,
+    capacity: int | None,
+    segment: int | None,
+    align: int,
+    num_rows: int | None,
+) -> None:
+    checks.integer(operator, "num_experts", num_experts, 0, LARGEST)
+    checks.integer(operator, "first_expert", first_expert, 0, num_experts)
+    checks.integer(operator, "last_expert", last_expert, first_expert, num_experts)
+    _optional_integer(operator, "capacity", capacity)
+    checks.integer(operator, "align", align, 1, LARGEST)
+    _optional_integer(operator, "num_rows", num_rows)
+    if segment is not None:  # one that is smaller than the capacity would give two experts the same rows
+        checks.integer(operator, "segment", segment, LARGEST if capacity is None else capacity, LARGEST)
+        if num_rows is None and (last_expert - first_expert) * segment > LARGEST:
+            raise checks.wrong_value(operator, "segment", f"such that there are at most {LARGEST} rows", segment)
+
+
+def _check_weights(operator: str, weights: Tensor | None, like: str, first: Tensor) -> Tensor | None:
+    return None if weights is None else _weights(operator, weights, like, first, tuple(first.shape))
+
+
+def _registered_expert_ids(
+    expert_ids: Tensor,
+    weights: Tensor | None,
+    num_experts: int,
+    first_expert: int,
+    last_expert: int,
+    capacity: int | None,
+    segment: int | None,
+    align: int,
+    num_rows: int | None,
+    check: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    operator = "plan_expert_ids"
+    expert_ids = _index_tensor(operator, "expert_ids", expert_ids, "[T, K] or [T]", (1, 2))
+    weights = _check_weights(operator, weights, "expert_ids", expert_ids)
+    _check_segments(operator, first_expert, last_expert, num_experts, capacity, segment, align, num_rows)
+    backends.choose(operator, backend, expert_ids.device, None if weights is None else weights.dtype)
+    return _ids_operator(
+        expert_ids, weights, num_experts, first_expert, last_expert, capacity, segment, align, num_rows, check, backend
+    )
+
+
+def _registered_any_ids(expert_ids: Tensor, num_rows: int | None, check: bool, backend: str) -> tuple[Tensor, Tensor]:
+    operator = "plan_any_ids"
+    expert_ids = _index_tensor(operator, "expert_ids", expert_ids, "[T, K] or [T]", (1, 2))
+    _optional_integer(operator, "num_rows", num_rows)
+    backends.choose(operator, backend, expert_ids.device)
+    return _any_ids_operator(expert_ids, num_rows, check, backend)
+
+
+def _registered_map(
+    routing_map: Tensor,
+    weights: Tensor | None,
+    first_expert: int,
+    last_expert: int,
+    topk: int | None,
+    fill: bool,
+    capacity: int | None,
+    segment: int | None,
+    align: int,
+    num_rows: int | None,
+    check: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    operator = "plan_routing_map"
+    checks.shaped(operator, "routing_map", routing_map, (None, None))
+    if routing_map.dtype not in _MAP_DTYPES:
+        raise checks.wrong_dtype(operator, "routing_map", "bool, int8 or uint8", routing_map)
+    weights = _check_weights(operator, weights, "routing_map", routing_map)
+    num_tokens, num_experts = routing_map.shape
+    _check_segments(operator, first_expert, last_expert, num_experts, capacity, segment, align, num_rows)
+    if topk is not None:
+        checks.integer(operator, "topk", topk, 0, LARGEST // max(num_tokens, 1))
+    if fill:
+        for name, option in (("capacity", capacity), ("segment", segment), ("num_rows", num_rows)):
+            if option is None:
+                raise checks.wrong_value(operator, name, "given with fill", None)
+        if topk is not None:
+            raise checks.wrong_value(operator, "topk", "None with fill", topk)
+    backends.choose(operator, backend, routing_map.device, None if weights is None else weights.dtype)
+    return _map_operator(
+        routing_map.contiguous(), weights, first_expert, last_expert, topk, fill, capacity, segment, align, num_rows,
+        check, backend,
+    )  # fmt: skip
+
+
+def _registered_row_of_slot(
+    row_of_slot: Tensor, expert_of_slot: Tensor | None, num_rows: int, first_row: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    operator = "plan_row_of_slot"
+    row_of_slot = _index_tensor(operator, "row_of_slot", row_of_slot, "[T, K] or [T * K]", (1, 2))
+    if expert_of_slot is not None:
+        expert_of_slot = _index_tensor(operator, "expert_of_slot", expert_of_slot, "[T, K] or [T * K]", (1, 2))
+        if expert_of_slot.numel() != row_of_slot.numel():
+            wanted = f"of {row_of_slot.numel()} elements, as row_of_slot"
+            raise checks.wrong_shape(operator, "expert_of_slot", wanted, expert_of_slot)
+        checks.same_device(operator, "row_of_slot", row_of_slot, "expert_of_slot", expert_of_slot)
+    checks.integer(operator, "num_rows", num_rows, 0, LARGEST)
+    checks.integer(operator, "first_row", first_row, 0, 2**62)
+    backends.choose(operator, backend, row_of_slot.device)
+    return _row_of_slot_operator(row_of_slot, expert_of_slot, num_rows, first_row, backend)
+
+
+def _registered_token_ids(
+    token_ids: Tensor, rows: Tensor | None, num_tokens: int, num_rows: int, num_experts: int | None, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    operator = "plan_token_ids"
+    token_ids = _index_tensor(operator, "token_ids", token_ids, "[N]", (1,))
+    if rows is not None:
+        rows = _index_tensor(operator, "rows", rows, "[N]", (1,))
+        checks.shaped(operator, "rows", rows, tuple(token_ids.shape), token_ids)
+    checks.integer(operator, "num_tokens", num_tokens, 0, LARGEST - 1)
+    checks.integer(operator, "num_rows", num_rows, 0, LARGEST)
+    if num_experts is not None:
+        checks.integer(operator, "num_experts", num_experts, 1, LARGEST)
+        if num_rows % num_experts:
+            raise checks.wrong_value(operator, "num_rows", f"a multiple of num_experts = {num_experts}", num_rows)
+    backends.choose(operator, backend, token_ids.device)
+    return _token_ids_operator(token_ids, rows, num_tokens, num_rows, num_experts, backend)
+
+
+def _registered_segments(lengths: Tensor, num_tokens: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    operator = "plan_segments"
+    lengths = _index_tensor(operator, "lengths", lengths, "[ranks, E]", (2,))
+    checks.integer(operator, "num_tokens", num_tokens, 0, LARGEST)
+    backends.choose(operator, backend, lengths.device)
+    return _segments_operator(lengths, num_tokens, backend)
+
+
 def _unknown_size() -> Any:
     """A length that only the data knows. Its bound lets the checks of a plan's sizes pass."""
     return torch.library.get_ctx().new_dynamic_size(max=LARGEST)
@@ -673,12 +813,12 @@ def _segments_fake(lengths: Tensor, num_tokens: int, backend: str) -> tuple[Tens
     return _fake(lengths, num_tokens), _fake(lengths, num_tokens), _fake(lengths, lengths.shape[1], torch.int64)
 
 
-implement("plan_expert_ids", _ids_operator, _ids_fake)
-implement("plan_any_ids", _any_ids_operator, _any_ids_fake)
-implement("plan_routing_map", _map_operator, _map_fake)
-implement("plan_row_of_slot", _row_of_slot_operator, _row_of_slot_fake)
-implement("plan_token_ids", _token_ids_operator, _token_ids_fake)
-implement("plan_segments", _segments_operator, _segments_fake)
+implement("plan_expert_ids", _registered_expert_ids, _ids_fake)
+implement("plan_any_ids", _registered_any_ids, _any_ids_fake)
+implement("plan_routing_map", _registered_map, _map_fake)
+implement("plan_row_of_slot", _registered_row_of_slot, _row_of_slot_fake)
+implement("plan_token_ids", _registered_token_ids, _token_ids_fake)
+implement("plan_segments", _registered_segments, _segments_fake)
 
 _plan_expert_ids = operator("plan_expert_ids")
 _plan_any_ids = operator("plan_any_ids")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from case_ids import spelled
 from moeroute import backend as backends
 from moeroute.aclnn.library import build
 
@@ -26,6 +27,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("moeroute")
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Words for what pytest would only number: `dtype0`, `options3`."""
+    plain = val is None or isinstance(val, str | int | float | complex | type)
+    return None if plain else spelled(val)[:80]
 
 
 @pytest.fixture(params=backends.NAMES)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from case_ids import spelled
 from moeroute.ops.balance import (
     BalanceStatistics,
     balance_statistics,
@@ -49,7 +50,7 @@ def naive_z_loss(logits: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("masked", MASKS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_load_balancing_loss_and_its_gradient(dtype: torch.dtype, masked: bool) -> None:
     scores, expert_ids, mask = draw(13, 5, 3, dtype)
     scores.requires_grad_()
@@ -65,7 +66,7 @@ def test_load_balancing_loss_and_its_gradient(dtype: torch.dtype, masked: bool) 
 
 
 @pytest.mark.parametrize("masked", MASKS)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_router_z_loss_and_its_gradient(dtype: torch.dtype, masked: bool) -> None:
     logits, _, mask = draw(11, 6, 1)
     logits = (logits * 8 - 1).to(dtype).requires_grad_()
@@ -80,12 +81,13 @@ def test_router_z_loss_and_its_gradient(dtype: torch.dtype, masked: bool) -> Non
     torch.testing.assert_close(grad, expected_grad.to(dtype))
 
 
-def test_balanced_routing_gives_one_for_any_k() -> None:
+def test_balanced_routing_gives_one_for_any_k(subtests: pytest.Subtests) -> None:
     # B80: four experts, two slots a token, uniform scores; a loss that is not divided by k gives 2.
     uniform = torch.full((4, 4), 0.25)
     for k in (1, 2, 4):
-        expert_ids = torch.arange(4 * k).reshape(4, k) % 4
-        torch.testing.assert_close(load_balancing_loss(uniform, expert_ids), torch.tensor(1.0), rtol=0, atol=0)
+        with subtests.test(k=k):
+            expert_ids = torch.arange(4 * k).reshape(4, k) % 4
+            torch.testing.assert_close(load_balancing_loss(uniform, expert_ids), torch.tensor(1.0), rtol=0, atol=0)
 
 
 def test_loss_sees_what_the_router_wanted() -> None:
@@ -146,7 +148,7 @@ def test_adding_other_things_raises() -> None:
         1 + shard
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("dtype", INTEGERS)
 def test_counts_are_exact_for_every_integer_dtype(dtype: torch.dtype) -> None:
     # E = 300 does not fit into int8: the ids are widened before they are compared with it.
     expert_ids = torch.tensor([[0, 5], [5, 127], [0, 5]]).to(dtype)
@@ -165,15 +167,16 @@ def test_counts_beyond_half_precision_are_exact() -> None:
 
 
 @pytest.mark.parametrize("num_experts", [0, 3])
-def test_no_tokens(num_experts: int) -> None:
+def test_no_tokens(subtests: pytest.Subtests, num_experts: int) -> None:
     scores = torch.empty(0, num_experts, requires_grad=True)
     expert_ids = torch.empty(0, 2, dtype=torch.int32)
     for mask in (None, torch.empty(0, dtype=torch.bool)):
-        loss = load_balancing_loss(scores, expert_ids, padding_mask=mask)
-        loss = loss + router_z_loss(scores, padding_mask=mask)
-        torch.testing.assert_close(loss, torch.tensor(0.0), rtol=0, atol=0)
-        (grad,) = torch.autograd.grad(loss, scores)
-        assert grad.shape == (0, num_experts)
+        with subtests.test(masked=mask is not None):
+            loss = load_balancing_loss(scores, expert_ids, padding_mask=mask)
+            loss = loss + router_z_loss(scores, padding_mask=mask)
+            torch.testing.assert_close(loss, torch.tensor(0.0), rtol=0, atol=0)
+            (grad,) = torch.autograd.grad(loss, scores)
+            assert grad.shape == (0, num_experts)
 
 
 def test_all_padding_or_all_empty() -> None:
@@ -199,14 +202,15 @@ def test_first_and_second_derivatives() -> None:
         check(lambda s: router_z_loss(s, padding_mask=mask), (scores,))
 
 
-def test_forward_mode_and_vmap() -> None:
+def test_forward_mode_and_vmap(subtests: pytest.Subtests) -> None:
     scores, expert_ids, mask = draw(6, 4, 2)
     for function in (lambda s: load_balancing_loss(s, expert_ids), lambda s: router_z_loss(s, padding_mask=mask)):
-        tangent = torch.func.jvp(function, (scores,), (torch.ones_like(scores),))[1]
-        torch.testing.assert_close(tangent, torch.func.grad(function)(scores).sum())
-        stacked = torch.stack([scores, scores * 2])
-        expected = torch.stack([function(scores), function(scores * 2)])
-        torch.testing.assert_close(torch.func.vmap(function)(stacked), expected)
+        with subtests.test(spelled(function)):
+            tangent = torch.func.jvp(function, (scores,), (torch.ones_like(scores),))[1]
+            torch.testing.assert_close(tangent, torch.func.grad(function)(scores).sum())
+            stacked = torch.stack([scores, scores * 2])
+            expected = torch.stack([function(scores), function(scores * 2)])
+            torch.testing.assert_close(torch.func.vmap(function)(stacked), expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compile stack
@@ -288,14 +292,17 @@ def test_bias_direction_is_exact() -> None:
     torch.testing.assert_close(update_expert_bias(torch.zeros(3), counts, rate=1.0), torch.tensor([1.0, 1.0, -1.0]))
 
 
-def test_bias_keeps_small_steps() -> None:
+def test_bias_keeps_small_steps(subtests: pytest.Subtests) -> None:
     # B77: ten steps of 1e-3 from 1.0 arrive at 1.01; in bfloat16 none of them leaves 1.0.
     bias = torch.ones(2)
     for _ in range(10):
         bias = update_expert_bias(bias, torch.tensor([0, 2]))
     torch.testing.assert_close(bias, torch.tensor([1.01, 0.99]), rtol=0, atol=1e-6)
     for dtype in (torch.bfloat16, torch.float16):
-        with pytest.raises(TypeError, match=r"bias must be float32 or float64 \(a step of 0.001 is lost"):
+        with (
+            subtests.test(dtype=dtype),
+            pytest.raises(TypeError, match=r"bias must be float32 or float64 \(a step of 0.001 is lost"),
+        ):
             update_expert_bias(torch.ones(2, dtype=dtype), torch.tensor([0, 2]))
 
 
@@ -346,7 +353,7 @@ def test_update_with_a_rate_that_only_float64_holds() -> None:
     assert updated.tolist() == [1e300, -1e300]
 
 
-@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2))
 @pytest.mark.parametrize("mask", (None, MASK))
 def test_float8_scores_are_widened_first(dtype: torch.dtype, mask: Tensor | None) -> None:
     scores = SCORES.to(dtype)

@@ -157,18 +157,19 @@ def test_cases_pass_where_nothing_is_broken(backend: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_cases_catch_every_damage(backend: str, name: str) -> None:
+def test_cases_catch_every_damage(subtests: pytest.Subtests, backend: str, name: str) -> None:
     case = TINY[name]
     problem = testing.problem(case)
     expected, composition = problem.ours("reference"), problem.composition()
     kinds = set()
     for damage, actual in every_break(backend, FUNCTION[case.operator], lambda: problem.ours(backend)):
-        kinds.add(damage)
-        with pytest.raises(AssertionError):
-            assert_same_bits(actual, expected)
-        if damage not in (one_ulp, minus_zero) or case.operator in TO_THE_BIT:
-            with pytest.raises((AssertionError, RuntimeError)):  # or torch refuses a wrong id
-                problem.compare(actual, composition)
+        with subtests.test(damage.__name__):
+            kinds.add(damage)
+            with pytest.raises(AssertionError):
+                assert_same_bits(actual, expected)
+            if damage not in (one_ulp, minus_zero) or case.operator in TO_THE_BIT:
+                with pytest.raises((AssertionError, RuntimeError)):  # or torch refuses a wrong id
+                    problem.compare(actual, composition)
     assert {off_by_one_row, unwritten_row} < kinds
 
 
@@ -224,14 +225,15 @@ def test_no_function_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("function", CALLS)
-def test_same_bits_catches_every_damage(backend: str, function: str) -> None:
+def test_same_bits_catches_every_damage(subtests: pytest.Subtests, backend: str, function: str) -> None:
     expected = CALLS[function]("reference")
     assert_same_bits(CALLS[function](backend), expected)
     kinds = set()
     for damage, actual in every_break(backend, function, lambda: CALLS[function](backend)):
-        kinds.add(damage)
-        with pytest.raises(AssertionError):
-            assert_same_bits(actual, expected)
+        with subtests.test(damage.__name__):
+            kinds.add(damage)
+            with pytest.raises(AssertionError):
+                assert_same_bits(actual, expected)
     if function in ("spread", "combine", "row_dots", "spread_dots", "take", "gating_topk_backward"):
         assert minus_zero in kinds
 
@@ -463,13 +465,14 @@ def test_close_to_exact_has_two_limits(dtype: torch.dtype, scale: float) -> None
         assert_close_to_exact(actual, exact)
 
 
-def test_close_to_exact_refuses() -> None:
+def test_close_to_exact_refuses(subtests: pytest.Subtests) -> None:
     exact = NUMBERS.double()
     for wrong in (torch.nan, torch.inf, -torch.inf):
-        actual = NUMBERS.clone()
-        actual[1, 1] = wrong
-        with pytest.raises(AssertionError, match="1 elements are not finite"):
-            assert_close_to_exact(actual, exact)
+        with subtests.test(wrong=wrong):
+            actual = NUMBERS.clone()
+            actual[1, 1] = wrong
+            with pytest.raises(AssertionError, match="1 elements are not finite"):
+                assert_close_to_exact(actual, exact)
     with pytest.raises(AssertionError, match=r"rows: shape \[2, 3\], expected \[3, 2\]"):
         assert_close_to_exact(NUMBERS, exact.t(), "rows")
     with pytest.raises(AssertionError, match="worst error"):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moeroute.nn import Experts, MoE, Router, Routing, SwiGLU, grouped_linear
 from moeroute.ops.balance import load_balancing_loss, router_z_loss, update_expert_bias
+from moeroute.ops.router_product import router_product
 
 SIZES = [[3], [2, 1], [0, 3], [1, 0, 4], [0, 0], [5]]
 HIDDEN, INTERMEDIATE, EXPERTS, K = 6, 5, 4, 2
@@ -630,6 +631,77 @@ def test_expert_bias_stays_float32() -> None:
     built = MoE(HIDDEN, INTERMEDIATE, EXPERTS, K, expert_bias=True, dtype=torch.bfloat16)
     assert built.router.expert_bias is not None
     assert built.router.expert_bias.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_expert_bias_stays_float32_whoever_changes_it(dtype: torch.dtype) -> None:
+    values = torch.tensor([1.001, -0.3, 0.7, 0.0])
+    rounded = {name: t.to(dtype) for name, t in make_layer(expert_bias=True, score="sigmoid").state_dict().items()}
+    for given in (values, values.to(dtype)):
+        for assign in (False, True):
+            with torch.device("meta" if assign else "cpu"):
+                layer = MoE(HIDDEN, INTERMEDIATE, EXPERTS, K, expert_bias=True, score="sigmoid")
+            layer.load_state_dict({**rounded, "router.expert_bias": given.clone()}, assign=assign)
+            bias = layer.router.expert_bias
+            assert bias is not None
+            assert bias.dtype is torch.float32
+            torch.testing.assert_close(bias, given.float(), rtol=0, atol=0)
+    layer = make_layer(expert_bias=True, score="sigmoid")
+    for buffer in layer.buffers():  # FSDP1 with a buffer_dtype
+        buffer.data = buffer.data.to(dtype)
+    layer(make_input(5)).sum().backward()
+    bias = layer.router.expert_bias
+    assert bias is not None
+    assert bias.dtype is torch.float32
+    for _ in range(10):
+        bias.copy_(update_expert_bias(bias, torch.tensor([0, 1, 1, 2])))
+    torch.testing.assert_close(bias[0], torch.tensor(0.01))
+
+
+@pytest.fixture(params=("high", "medium", "tf32", "bf16"))
+def precision(request: pytest.FixtureRequest) -> Iterator[str]:
+    """How torch multiplies float32, by its older setting and its newer one."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    if request.param in ("high", "medium"):
+        torch.set_float32_matmul_precision(request.param)
+    else:
+        matmul.fp32_precision = request.param
+    yield request.param
+    matmul.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_no_precision_of_products_changes_the_experts(precision: str) -> None:
+    """Logits so close that TF32 and bfloat16 cannot tell them apart: exact, rounded once."""
+    torch.manual_seed(0)
+    router = Router(256, 64, 8)
+    tokens = torch.randn(512, 256)
+    with torch.no_grad():
+        router.weight[1::2] = router.weight[::2] * (1 + 2e-5)
+    exact = tokens.double() @ router.weight.detach().double().T
+    scores, order = exact.softmax(1).sort(dim=1, descending=True)
+    clear = (scores[:, :8] / scores[:, 1:9]).amin(1) > 1 + 3e-6  # beyond what float32 scores are rounded by
+    assert clear.sum() > 100
+    for route in (router, torch.compile(router, backend="aot_eager", fullgraph=True)):
+        gating, logits = route(tokens)
+        torch.testing.assert_close(logits, exact.float(), rtol=0, atol=0)
+        torch.testing.assert_close(gating.expert_ids[clear], order[clear, :8].int())
+    half, tokens = Router(256, 64, 8).bfloat16(), tokens.bfloat16()  # there is nothing to cut
+    torch.testing.assert_close(half(tokens)[1], (tokens.double() @ half.weight.double().T).float())
+
+
+def test_router_product_has_every_derivative() -> None:
+    torch.manual_seed(0)
+    tokens, weight = torch.randn(4, 3).double().requires_grad_(), torch.randn(5, 3).double().requires_grad_()
+    assert torch.autograd.gradcheck(router_product, (tokens, weight), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(router_product, (tokens, weight))
+    torch.library.opcheck(torch.ops.moeroute.router_product, (tokens, weight))
+    for dtype in (torch.bfloat16, torch.float16):
+        mine = tokens.detach().to(dtype).requires_grad_(), weight.detach().float().requires_grad_()
+        others = tuple(t.detach().clone().requires_grad_() for t in mine)
+        router_product(*mine).square().sum().backward()
+        (others[0].float() @ others[1].T).square().sum().backward()
+        torch.testing.assert_close([t.grad for t in mine], [t.grad for t in others])
 
 
 def test_expert_bias_counts_for_the_selection_only() -> None:

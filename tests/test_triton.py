@@ -28,11 +28,12 @@ GROUPS = sorted({check.name.split()[0].rstrip(",") for check in CHECKS})
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_mode_gives_the_bits_of_the_reference(group: str) -> None:
+def test_every_mode_gives_the_bits_of_the_reference(subtests: pytest.Subtests, group: str) -> None:
     chosen = [check for check in CHECKS if check.name.split()[0].rstrip(",") == group]
     assert chosen
     for check in chosen:
-        assert_same_bits(check.run("triton", CPU), check.run("reference", CPU), check.name)
+        with subtests.test(check.name):
+            assert_same_bits(check.run("triton", CPU), check.run("reference", CPU), check.name)
 
 
 def test_the_checks_cover_every_public_operator() -> None:

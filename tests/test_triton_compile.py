@@ -84,24 +84,28 @@ CAUGHT = {
 }
 
 
-def test_what_is_wrong_is_caught(tmp_path: Path) -> None:
+def test_what_is_wrong_is_caught(subtests: pytest.Subtests, tmp_path: Path) -> None:
     found = json.loads(run(ROOT / "tests" / "wrong_kernels.py", cache=tmp_path))
     assert {(target, kernel) for target, kernel, _ in found} == {(t, k) for t in TARGETS for k in CAUGHT}
     for target, kernel, faults in found:
-        wanted = CAUGHT[kernel]
-        if wanted is None or (kernel == "divides_roughly" and target.startswith("gfx")):
-            assert not faults, (target, kernel, faults)
-        else:
-            assert any(wanted in fault for fault in faults), (target, kernel, faults)
+        with subtests.test(target=target, kernel=kernel):
+            wanted = CAUGHT[kernel]
+            if wanted is None or (kernel == "divides_roughly" and target.startswith("gfx")):
+                assert not faults, (target, kernel, faults)
+            else:
+                assert any(wanted in fault for fault in faults), (target, kernel, faults)
     may_fuse = [faults for _, kernel, faults in found if kernel == "may_fuse"]
     assert all("launched with fused multiply-add allowed" in faults for faults in may_fuse)
 
 
-def test_the_page_of_kernels_names_all() -> None:
+def test_the_page_of_kernels_names_all(subtests: pytest.Subtests) -> None:
     page = (ROOT / "docs" / "kernels.md").read_text()
     for kernel in KERNELS:
-        for target in TARGETS:
-            assert f"`{kernel}` | {target} |" in page, f"make kernels: {kernel} for {target} is not in docs/kernels.md"
+        with subtests.test(kernel=kernel):
+            for target in TARGETS:
+                assert f"`{kernel}` | {target} |" in page, (
+                    f"make kernels: {kernel} for {target} is not in docs/kernels.md"
+                )
 
 
 def test_ascend(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ The data path:
 import importlib
 import types
 
-import moeroute.ops.grouped  # noqa: F401 - its operators stand in exported graphs
+import moeroute.ops.grouped
+import moeroute.ops.router_product  # noqa: F401
 from moeroute.memory import (
     empty_cache,
     memory_stats,

@@ -29,6 +29,10 @@ def wrong_host(operator: str, package: str, wanted: str, got: str) -> ImportErro
     return ImportError(f"moeroute.{operator}: {package} must be {wanted}; got {got}")
 
 
+def missing(operator: str, name: str, what: str) -> NotImplementedError:
+    return NotImplementedError(f"moeroute.{operator}: {name} needs {what}, which this package lacks")
+
+
 def wrong_shape(operator: str, argument: str, wanted: str, tensor: Tensor) -> ValueError:
     """Of a tensor that has no strides it says that instead: some of those do not even tell their shape."""
     if not is_dense(tensor):

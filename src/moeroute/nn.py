@@ -35,8 +35,10 @@ from moeroute.ops.grouped import FLOATS, autocast_is_on, check_sizes
 from moeroute.ops.grouped import grouped_linear as grouped_linear
 from moeroute.ops.permutation.op import permute, unpermute
 from moeroute.ops.planning.op import RoutingPlan, capacity_from_ratio, plan_from_expert_ids
+from moeroute.ops.router_product import router_product
 
 INITIAL_STD = 0.02
+HALVES = (torch.float16, torch.bfloat16)
 LARGEST = 2**31 - 1
 
 
@@ -172,10 +174,15 @@ class Experts(nn.Module):
 class Router(nn.Module):
     """Logits in float32, whatever the dtype of tokens and weight and whatever autocast says; then the choice.
 
+    ``torch.set_float32_matmul_precision`` does not reach them either, as no token is to change its experts for
+    it: where it would cut the factors of the product, this one is computed in float64 and rounded once. On
+    devices that are slow in float64, tokens and weights in bfloat16 avoid that, as there is nothing to cut.
+
     The options are those of `gating_topk`. With ``expert_bias=True`` the module has a buffer
     ``expert_bias`` [E], which counts for the selection only and starts at 0. It is float32 and stays so
-    under ``.bfloat16()``, ``.half()`` and ``.to(dtype)``, since steps of 1e-3 vanish in a half type. After
-    a step:
+    under ``.bfloat16()``, ``.half()``, ``.to(dtype)`` and ``load_state_dict(assign=True)``, since steps of 1e-3
+    vanish in a half type. (What casts buffers in place, as FSDP1's ``buffer_dtype`` does, rounds it once; the
+    next forward makes it float32 again.) After a step:
 
     >>> import torch, moeroute
     >>> from moeroute.nn import MoE
@@ -245,13 +252,8 @@ class Router(nn.Module):
             if expert_ids.ndim != 2 or expert_ids.shape[0] != tokens.shape[0] or expert_ids.shape[1] < 1:
                 wanted = f"[T, K] with T = {tokens.shape[0]}, as tokens, and K >= 1"
                 raise check.wrong_shape("nn.Router", "expert_ids", wanted, expert_ids)
-        wide = torch.float64 if tokens.dtype == torch.float64 else torch.float32
-        device = tokens.device.type
-        if autocast_is_on(device):
-            with torch.autocast(device, enabled=False):
-                logits = F.linear(tokens.to(wide), self.weight.to(wide))
-        else:
-            logits = F.linear(tokens.to(wide), self.weight.to(wide))
+        self._widen_bias()
+        logits = router_product(tokens, self.weight)
         return self._choose(logits, self.expert_bias, expert_ids, self.backend), logits
 
     def probabilities(self, gating: Gating, logits: Tensor) -> Tensor:
@@ -307,10 +309,18 @@ class Router(nn.Module):
         before = self.expert_bias
         super()._apply(fn, recurse)
         after = self.expert_bias
-        if before is not None and after is not None and after.dtype in (torch.float16, torch.bfloat16):
+        if before is not None and after is not None and after.dtype in HALVES:
             # From the old values: the new ones are rounded already.
             self.expert_bias = before.to(after.device)
         return self
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        self._widen_bias()  # assign=True takes what it is given
+
+    def _widen_bias(self) -> None:
+        if self.expert_bias is not None and self.expert_bias.dtype in HALVES:
+            self.expert_bias = self.expert_bias.float()
 
 
 class Routing(NamedTuple):

@@ -248,6 +248,16 @@ def test_without_libpython_every_call_fails(privately: Path, run: Run, tmp_path:
     assert done.stderr.count("Python does not load") == 1
 
 
+def test_a_library_of_an_older_moeroute(privately: Path, run: Run, tmp_path: Path) -> None:
+    every = prototypes.libraries()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prototypes, "libraries", lambda: {**every, "libopapi.so": every["libopapi.so"][2:]})
+        build.build(tmp_path)
+    done = run(privately, tmp_path / "lib" / "libascendcl.so")
+    assert done.stdout.startswith("0 500000 moeroute.aclnn: the library must belong to the moeroute of "), done.stderr
+    assert every["libopapi.so"][0].name in done.stderr
+
+
 def test_a_program_that_goes_elsewhere(privately: Path, prefix: Path, run: Run) -> None:
     """Loaded by a relative path; the rest of the library is found from another folder, too."""
     done = subprocess.run(

@@ -11,7 +11,7 @@ from small_cases import leaf, plan_of, whole_numbers
 # ---------------------------------------------------------------------------- order and arithmetic
 
 
-@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
 def test_b07_the_gradient_sums_the_rows_of_a_token(backend: str, dtype: torch.dtype) -> None:
     """Gradients were far off, in float32 as in bfloat16: another order of slots, not rounding."""
     if dtype is torch.float64:
@@ -55,7 +55,7 @@ def test_b58_weights_are_applied_once(backend: str) -> None:
     assert_same_bits(results[0], results[1])
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
 def test_b94_three_ways_through_the_experts(backend: str, dtype: torch.dtype) -> None:
     """Two dispatchers gave different losses, and nobody compared them."""
     if dtype is torch.float64:
@@ -93,21 +93,23 @@ def test_b94_three_ways_through_the_experts(backend: str, dtype: torch.dtype) ->
             torch.testing.assert_close(got, wanted, rtol=exact, atol=exact * float(wanted.abs().max()))
 
 
-def test_b113_small_values_are_compared_as_strictly_as_large_ones(backend: str) -> None:
+def test_b113_small_values_are_compared_as_strictly_as_large_ones(subtests: pytest.Subtests, backend: str) -> None:
     """With values of 1e-5 and a tolerance of 1e-2 a wrong kernel passed."""
     tokens = (torch.arange(40)[:, None] * 128 + torch.arange(128)) % 251
     plan = moeroute.plan_from_expert_ids(torch.arange(120).reshape(40, 3) * 7 % 11, 11, backend=backend)
     index = plan.token_of_row.long()
     for dtype in (torch.int32, torch.float32, torch.bfloat16):
-        moved = moeroute.permute(tokens.to(dtype), plan, backend=backend)
-        assert_same_bits(moved, tokens.to(dtype)[index])
+        with subtests.test(dtype=dtype):
+            moved = moeroute.permute(tokens.to(dtype), plan, backend=backend)
+            assert_same_bits(moved, tokens.to(dtype)[index])
     generator = torch.Generator().manual_seed(0)
     for scale in (1.0, 1e-5):
-        rows = torch.randn(120, 128, generator=generator) * scale
-        weights = torch.rand(40, 3, generator=generator)
-        terms = rows[plan.row_of_slot.long()].reshape(40, 3, 128).double() * weights.double()[..., None]
-        error = (moeroute.unpermute(rows, plan, weights, backend=backend).double() - terms.sum(1)).abs()
-        assert bool((error <= 3 * 2.0**-23 * terms.abs().sum(1)).all())
+        with subtests.test(scale=scale):
+            rows = torch.randn(120, 128, generator=generator) * scale
+            weights = torch.rand(40, 3, generator=generator)
+            terms = rows[plan.row_of_slot.long()].reshape(40, 3, 128).double() * weights.double()[..., None]
+            error = (moeroute.unpermute(rows, plan, weights, backend=backend).double() - terms.sum(1)).abs()
+            assert bool((error <= 3 * 2.0**-23 * terms.abs().sum(1)).all())
 
 
 def test_b140_no_weights_does_not_mean_one_expert(backend: str) -> None:
@@ -190,7 +192,7 @@ def test_b50_the_gradient_of_a_zero_weight(backend: str) -> None:
     assert_same_bits(weights.grad, torch.tensor([[43.0, 65.0]]))
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.float64), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
 def test_b155_the_derivative_of_a_gradient(backend: str, dtype: torch.dtype) -> None:
     """Kept intermediates made the second derivative silently wrong."""
     if dtype is torch.float64:

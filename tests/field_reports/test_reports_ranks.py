@@ -112,19 +112,20 @@ def test_b55_b92_b128_nothing_is_scaled_by_the_number_of_ranks(backend: str) -> 
     assert_same_bits([a + 0.0 for a in actual if a is not None], [e + 0.0 for e in expected if e is not None])
 
 
-def test_b161_the_smaller_rank_is_padded_to_the_common_capacity(backend: str) -> None:
+def test_b161_the_smaller_rank_is_padded_to_the_common_capacity(subtests: pytest.Subtests, backend: str) -> None:
     """Ranks with different numbers of tokens had different capacities, and hung."""
     assert [moeroute.capacity_from_factor(t, 1, 2, 1) for t in (5, 3)] == [3, 2]
     for ids in ([[0], [0], [0], [0], [1]], [[1], [0], [1]]):
-        plan = plan_of(ids, 2, capacity=3, pad_to_capacity=True, backend=backend)
-        tokens = torch.arange(1.0, len(ids) + 1)[:, None]
-        rows = moeroute.permute(tokens, plan, backend=backend)
-        assert rows.shape == (6, 1)
-        free = plan_of(ids, 2, capacity=3, backend=backend)
-        assert_same_bits(
-            moeroute.unpermute(rows, plan, backend=backend),
-            moeroute.unpermute(moeroute.permute(tokens, free, backend=backend), free, backend=backend),
-        )
+        with subtests.test(ids=ids):
+            plan = plan_of(ids, 2, capacity=3, pad_to_capacity=True, backend=backend)
+            tokens = torch.arange(1.0, len(ids) + 1)[:, None]
+            rows = moeroute.permute(tokens, plan, backend=backend)
+            assert rows.shape == (6, 1)
+            free = plan_of(ids, 2, capacity=3, backend=backend)
+            assert_same_bits(
+                moeroute.unpermute(rows, plan, backend=backend),
+                moeroute.unpermute(moeroute.permute(tokens, free, backend=backend), free, backend=backend),
+            )
 
 
 def test_b163_the_ranks_gradients_add_up_in_dirty_memory(backend: str) -> None:

@@ -84,15 +84,16 @@ def test_n20_a_bias_shorter_than_the_logits_is_refused(backend: str) -> None:
         moeroute.gating_topk(torch.zeros(2, 6), 2, bias=torch.zeros(4), backend=backend)
 
 
-def test_n26_more_tokens_than_a_kernel_was_tried_with() -> None:
+def test_n26_more_tokens_than_a_kernel_was_tried_with(subtests: pytest.Subtests) -> None:
     """Beyond 1,024 or 2,048 tokens another split of the rows gave wrong experts."""
     logits = torch.randn(4099, 128, generator=torch.Generator().manual_seed(0))
     whole = moeroute.gating_topk(logits, 8, score="sigmoid")
     assert_same_bits(whole, moeroute.gating_topk(logits, 8, score="sigmoid", backend="reference"))
     assert bool(whole.weights.isfinite().all())
     for tokens in (1023, 1024, 1025, 2047, 2048, 2049, 4096):
-        part = moeroute.gating_topk(logits[:tokens], 8, score="sigmoid")
-        assert_same_bits(part, tuple(tensor[:tokens] for tensor in whole))
+        with subtests.test(tokens=tokens):
+            part = moeroute.gating_topk(logits[:tokens], 8, score="sigmoid")
+            assert_same_bits(part, tuple(tensor[:tokens] for tensor in whole))
 
 
 def test_n35_a_common_drift_of_the_bias_selects_nothing_else() -> None:
@@ -141,7 +142,7 @@ def test_n17_padding_rows_of_a_replay(backend: str) -> None:
     assert not present(logits.grad)[2].any()
 
 
-def test_n19_experts_that_compute_nothing(backend: str) -> None:
+def test_n19_experts_that_compute_nothing(subtests: pytest.Subtests, backend: str) -> None:
     """Ids 4 and 5 are identities: they get no row, and their weights go to the token itself."""
     ids = torch.tensor([[0, 4, 5], [2, 1, 4], [5, 4, 3], [3, 0, 2]])
     start, share = whole_numbers(4, 3, seed=0), torch.tensor([[0.5, 0.25, 1.0]] * 4)
@@ -165,10 +166,11 @@ def test_n19_experts_that_compute_nothing(backend: str) -> None:
 
     expected = outcome(by_loop)
     for num_experts, expert_range in ((4, None), (6, (0, 4))):
-        plan = moeroute.plan_from_expert_ids(ids, num_experts, expert_range=expert_range, backend=backend)
-        assert plan.num_rows == 7
-        for actual, wanted in zip(outcome(functools.partial(routed, plan=plan)), expected, strict=True):
-            torch.testing.assert_close(actual, wanted)
+        with subtests.test(num_experts=num_experts):
+            plan = moeroute.plan_from_expert_ids(ids, num_experts, expert_range=expert_range, backend=backend)
+            assert plan.num_rows == 7
+            for actual, wanted in zip(outcome(functools.partial(routed, plan=plan)), expected, strict=True):
+                torch.testing.assert_close(actual, wanted)
 
 
 def test_n34_every_token_is_padding() -> None:
@@ -226,7 +228,7 @@ def test_n25_a_saved_view_brings_its_tensor_and_no_more() -> None:
     assert size(rows[:2].clone()) < 20_000
 
 
-def test_n28_an_exported_program_for_other_numbers_of_tokens() -> None:
+def test_n28_an_exported_program_for_other_numbers_of_tokens(subtests: pytest.Subtests) -> None:
     class Route(torch.nn.Module):
         def forward(self, x: Tensor, logits: Tensor) -> Tensor:
             gating = moeroute.gating_topk(logits, 2)
@@ -243,7 +245,8 @@ def test_n28_an_exported_program_for_other_numbers_of_tokens() -> None:
     file.seek(0)
     loaded = torch.export.load(file).module()
     for number in (10, 23):
-        assert_same_bits(loaded(*draw(number)), Route()(*draw(number)))
+        with subtests.test(tokens=number):
+            assert_same_bits(loaded(*draw(number)), Route()(*draw(number)))
 
 
 # ---------------------------------------------------------------------------- training

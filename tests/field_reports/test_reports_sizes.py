@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import moeroute
+from case_ids import spelled
 from moeroute import backend as backends
 from moeroute import memory
 from moeroute.testing import assert_same_bits
@@ -44,8 +45,10 @@ def test_b05_rows_far_behind_two_billion_elements() -> None:
     assert_same_bits(dots, (values.float() * grad.float().repeat_interleave(8, 0)).sum(1))
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=str)
-def test_b05_every_row_operator_reads_and_writes_there(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_b05_every_row_operator_reads_and_writes_there(
+    subtests: pytest.Subtests, backend: str, dtype: torch.dtype
+) -> None:
     """The same products of row number and stride with four rows, 2^30 elements apart."""
     hidden, step = 70, 2**30 + 64
 
@@ -58,21 +61,22 @@ def test_b05_every_row_operator_reads_and_writes_there(backend: str, dtype: torc
     far_x, far_rows = apart().copy_(x), apart().copy_(rows)
     slots, dots = weights.flatten(), (x * rows.flip(0)).float().sum(1)
     for out in (None, apart()):
-        assert_same_bits(moeroute.spread(far_x, plan, out=out, backend=backend), x.flip(0))
-        scaled = moeroute.spread(far_x, plan, slots, out=out, backend=backend)
-        assert_same_bits(scaled, (x * weights).flip(0).to(dtype))
-        assert_same_bits(moeroute.combine(far_rows, plan, out=out, backend=backend) + 0.0, rows.flip(0) + 0.0)
-        combined = moeroute.combine(far_rows, plan, slots, init=far_x, out=out, backend=backend)
-        assert_same_bits(combined, (x + rows.flip(0) * weights).to(dtype))
-        pair = None if out is None else (out, torch.empty(3, 1))
-        both = moeroute.unpermute_backward(far_x, far_rows, plan, weights, out=pair, backend=backend)
-        assert_same_bits(both, ((x * weights).flip(0).to(dtype), dots[:, None]))
+        with subtests.test(given_out=out is not None):
+            assert_same_bits(moeroute.spread(far_x, plan, out=out, backend=backend), x.flip(0))
+            scaled = moeroute.spread(far_x, plan, slots, out=out, backend=backend)
+            assert_same_bits(scaled, (x * weights).flip(0).to(dtype))
+            assert_same_bits(moeroute.combine(far_rows, plan, out=out, backend=backend) + 0.0, rows.flip(0) + 0.0)
+            combined = moeroute.combine(far_rows, plan, slots, init=far_x, out=out, backend=backend)
+            assert_same_bits(combined, (x + rows.flip(0) * weights).to(dtype))
+            pair = None if out is None else (out, torch.empty(3, 1))
+            both = moeroute.unpermute_backward(far_x, far_rows, plan, weights, out=pair, backend=backend)
+            assert_same_bits(both, ((x * weights).flip(0).to(dtype), dots[:, None]))
     assert_same_bits(moeroute.row_dots(far_rows, far_x, plan, backend=backend), dots)
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="guard pages need mprotect")
 @pytest.mark.parametrize("hidden", (1, 3, 63, 64, 65, 257))
-def test_b52_nothing_behind_the_last_element_is_touched(backend: str, hidden: int) -> None:
+def test_b52_nothing_behind_the_last_element_is_touched(subtests: pytest.Subtests, backend: str, hidden: int) -> None:
     """Weights of the wrong length were read beyond their end. Every tensor here ends at a forbidden page."""
     generator = torch.Generator().manual_seed(hidden)
     made = plan_of([[2, 0, -1], [1, 0, 2], [0, 2, 1]], 3)
@@ -80,32 +84,33 @@ def test_b52_nothing_behind_the_last_element_is_touched(backend: str, hidden: in
         guarded(made.row_of_slot), guarded(made.slot_of_row), num_tokens=3, num_rows=made.num_rows, topk=3
     )
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        x, rows = (
-            torch.randn(3, hidden, generator=generator).to(dtype),
-            torch.randn(8, hidden, generator=generator).to(dtype),
-        )
-        weights = torch.rand(3, 3, generator=generator).to(dtype)
-        far_x, far_rows, far_weights = guarded(x), guarded(rows), guarded(weights)
-        out_x, out_rows, out_weights = guarded(x), guarded(rows), guarded(weights)
-        for w, far in ((None, None), (weights.flatten(), far_weights.flatten())):
-            assert_same_bits(
-                moeroute.spread(far_x, plan, far, out=out_rows, backend=backend),
-                moeroute.spread(x, made, w, backend="reference"),
+        with subtests.test(dtype=dtype):
+            x, rows = (
+                torch.randn(3, hidden, generator=generator).to(dtype),
+                torch.randn(8, hidden, generator=generator).to(dtype),
             )
+            weights = torch.rand(3, 3, generator=generator).to(dtype)
+            far_x, far_rows, far_weights = guarded(x), guarded(rows), guarded(weights)
+            out_x, out_rows, out_weights = guarded(x), guarded(rows), guarded(weights)
+            for w, far in ((None, None), (weights.flatten(), far_weights.flatten())):
+                assert_same_bits(
+                    moeroute.spread(far_x, plan, far, out=out_rows, backend=backend),
+                    moeroute.spread(x, made, w, backend="reference"),
+                )
+                assert_same_bits(
+                    moeroute.combine(far_rows, plan, far, out=out_x, backend=backend),
+                    moeroute.combine(rows, made, w, backend="reference"),
+                )
             assert_same_bits(
-                moeroute.combine(far_rows, plan, far, out=out_x, backend=backend),
-                moeroute.combine(rows, made, w, backend="reference"),
+                moeroute.unpermute_backward(
+                    far_x, far_rows, plan, far_weights, out=(out_rows, out_weights), backend=backend
+                ),
+                moeroute.unpermute_backward(x, rows, made, weights, backend="reference"),
             )
-        assert_same_bits(
-            moeroute.unpermute_backward(
-                far_x, far_rows, plan, far_weights, out=(out_rows, out_weights), backend=backend
-            ),
-            moeroute.unpermute_backward(x, rows, made, weights, backend="reference"),
-        )
 
 
-@pytest.mark.parametrize("shape", ((2, 2), (3, 3), (3, 0), (0, 2), (6,)), ids=str)
-def test_b52_weights_of_another_shape(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", ((2, 2), (3, 3), (3, 0), (0, 2), (6,)))
+def test_b52_weights_of_another_shape(subtests: pytest.Subtests, shape: tuple[int, ...]) -> None:
     plan = plan_of([[0, 1], [1, 2], [2, 0]], 3)
     message = rf"weights must be \[T, K\] with T = 3 and K = 2, as the plan; got shape {re.escape(str(list(shape)))}"
     calls: list[Callable[[Tensor], Any]] = [
@@ -115,7 +120,7 @@ def test_b52_weights_of_another_shape(shape: tuple[int, ...]) -> None:
         lambda w: moeroute.unpermute_backward(torch.ones(3, 4), torch.ones(6, 4), plan, w),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=message):
+        with subtests.test(spelled(call)), pytest.raises(ValueError, match=message):
             call(torch.ones(shape))
 
 

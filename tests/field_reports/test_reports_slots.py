@@ -188,32 +188,36 @@ def test_b106_nothing_and_then_something(backend: str) -> None:
         assert_same_bits(output, torch.full((num_tokens, 5), 2.0))
 
 
-def test_b110_only_the_expert_with_rows_gets_a_gradient() -> None:
+def test_b110_only_the_expert_with_rows_gets_a_gradient(subtests: pytest.Subtests) -> None:
     """Experts without rows, first, last or all but one, hung the backward pass."""
     rows = whole_numbers(5, 3, seed=0)
     for used, sizes in enumerate(([5, 0, 0, 0], [0, 5, 0, 0], [0, 0, 5, 0], [0, 0, 0, 5])):
-        weight = torch.ones(4, 2, 3, requires_grad=True)
-        grouped_linear(rows, weight, sizes).sum().backward()
-        expected = torch.zeros(4, 2, 3)
-        expected[used] = rows.sum(0)
-        assert_same_bits(weight.grad, expected)
+        with subtests.test(used=used):
+            weight = torch.ones(4, 2, 3, requires_grad=True)
+            grouped_linear(rows, weight, sizes).sum().backward()
+            expected = torch.zeros(4, 2, 3)
+            expected[used] = rows.sum(0)
+            assert_same_bits(weight.grad, expected)
 
 
 # ---------------------------------------------------------------------------- padding and plans
 
 
-def test_b53_a_plan_fits_its_own_rows_only(backend: str) -> None:
+def test_b53_a_plan_fits_its_own_rows_only(subtests: pytest.Subtests, backend: str) -> None:
     """permute padded the experts' rows, unpermute took them for unpadded ones."""
     ids = [[0], [0], [0], [1], [1], [2], [2], [2], [2]]
     plans = {align: plan_of(ids, 3, align=align, backend=backend) for align in (1, 4, 16)}
     tokens = torch.arange(18.0).reshape(9, 2)
     for align, plan in plans.items():
-        rows = moeroute.permute(tokens, plan, backend=backend)
-        assert_same_bits(moeroute.unpermute(rows, plan, backend=backend), tokens)
-        for other, wrong in plans.items():
-            if other != align:
-                with pytest.raises(ValueError, match=rf"rows must be \[R, H\] with R = {wrong.num_rows}, as the plan"):
-                    moeroute.unpermute(rows, wrong, backend=backend)
+        with subtests.test(align=align):
+            rows = moeroute.permute(tokens, plan, backend=backend)
+            assert_same_bits(moeroute.unpermute(rows, plan, backend=backend), tokens)
+            for other, wrong in plans.items():
+                if other != align:
+                    with pytest.raises(
+                        ValueError, match=rf"rows must be \[R, H\] with R = {wrong.num_rows}, as the plan"
+                    ):
+                        moeroute.unpermute(rows, wrong, backend=backend)
 
 
 def test_b127_padded_segments_in_bfloat16(backend: str) -> None:

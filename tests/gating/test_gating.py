@@ -33,7 +33,9 @@ def test_selection(backend: str, score: str, groups: dict[str, Any], biased: boo
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
-def test_float64_mathematics(backend: str, score: str, renormalize: bool, dtype: torch.dtype) -> None:
+def test_float64_mathematics(
+    subtests: pytest.Subtests, backend: str, score: str, renormalize: bool, dtype: torch.dtype
+) -> None:
     if dtype is torch.float64:
         backend = "reference"  # its alone
     # Of moderate size: s (1 - s) from a rounded s loses digits where s is close to 1.
@@ -46,15 +48,18 @@ def test_float64_mathematics(backend: str, score: str, renormalize: bool, dtype:
     assert_close_to_exact(found.scores, scores, "scores")
     grad_weights, grad_scores = random_logits(33, 5, seed=2, dtype=dtype), random_logits(33, 100, seed=3)
     for through in ((True, False), (False, True), (True, True)):
-        kept = [i for i in (0, 1) if through[i]]
-        ours, theirs = (found.weights, found.scores), (weights, scores)
-        grads = grad_weights, grad_scores.to(found.scores.dtype)
-        (actual,) = torch.autograd.grad([ours[i] for i in kept], logits, [grads[i] for i in kept], retain_graph=True)
-        (expected,) = torch.autograd.grad(
-            [theirs[i] for i in kept], twin, [grads[i].double() for i in kept], retain_graph=True
-        )
-        assert actual.dtype is dtype
-        assert_close_to_exact(actual, expected, f"gradient through {through}")
+        with subtests.test(through=through):
+            kept = [i for i in (0, 1) if through[i]]
+            ours, theirs = (found.weights, found.scores), (weights, scores)
+            grads = grad_weights, grad_scores.to(found.scores.dtype)
+            (actual,) = torch.autograd.grad(
+                [ours[i] for i in kept], logits, [grads[i] for i in kept], retain_graph=True
+            )
+            (expected,) = torch.autograd.grad(
+                [theirs[i] for i in kept], twin, [grads[i].double() for i in kept], retain_graph=True
+            )
+            assert actual.dtype is dtype
+            assert_close_to_exact(actual, expected, f"gradient through {through}")
 
 
 # ---------------------------------------------------------------------------- bits
@@ -130,7 +135,7 @@ def test_same_bits(case: dict[str, Any], with_scores: bool, out_dtype: torch.dty
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_a_row_alone_and_in_a_batch_and_threads(score: str, threads: int) -> None:
+def test_a_row_alone_and_in_a_batch_and_threads(subtests: pytest.Subtests, score: str, threads: int) -> None:
     """B31: around every internal threshold of the size, and one row against many."""
     logits = random_logits(1100, 384, dtype=torch.bfloat16)
     grads = random_logits(1100, 8, seed=1)
@@ -141,17 +146,19 @@ def test_a_row_alone_and_in_a_batch_and_threads(score: str, threads: int) -> Non
     assert_same_bits(whole, reference)
     assert_same_bits(grad, gating_topk_backward(whole.scores, grads, whole.expert_ids, **options, backend="reference"))
     for rows in (slice(0, 1), slice(7, 28), slice(5, 27), slice(100, 1100)):
-        part = gating_topk(logits[rows], 8, **GROUPED, **options)
-        assert_same_bits(part, tuple(x[rows] for x in whole))
-        assert_same_bits(gating_topk_backward(part.scores, grads[rows], part.expert_ids, **options), grad[rows])
+        with subtests.test(rows=rows):
+            part = gating_topk(logits[rows], 8, **GROUPED, **options)
+            assert_same_bits(part, tuple(x[rows] for x in whole))
+            assert_same_bits(gating_topk_backward(part.scores, grads[rows], part.expert_ids, **options), grad[rows])
 
 
-def test_a_row_in_a_very_large_batch() -> None:
+def test_a_row_in_a_very_large_batch(subtests: pytest.Subtests) -> None:
     logits = random_logits(1, 384).expand(65536, 384)
     whole = gating_topk(logits, 8)
     one = gating_topk(logits[:1], 8)
     for at in (0, 32767, 65535):
-        assert_same_bits(tuple(x[at : at + 1] for x in whole), tuple(one))
+        with subtests.test(at=at):
+            assert_same_bits(tuple(x[at : at + 1] for x in whole), tuple(one))
 
 
 # ---------------------------------------------------------------------------- elementary functions
@@ -206,7 +213,7 @@ def test_infinite_logits(backend: str) -> None:
 # ---------------------------------------------------------------------------- the specification's numbers
 
 
-def test_backward_example(backend: str) -> None:
+def test_backward_example(subtests: pytest.Subtests, backend: str) -> None:
     """aclnnMoeGatingTopKBackward: M = 4, N = 8, K = 2, scale 2.5, eps 1e-20."""
     scores = torch.tensor(
         [
@@ -228,11 +235,12 @@ def test_backward_example(backend: str) -> None:
         expected[place] = value
     torch.testing.assert_close(found, expected, rtol=3e-6, atol=0.0)
     for dtype in HALVES:
-        narrow = gating_topk_backward(
-            scores, grad.to(dtype), ids, score="sigmoid", renormalize=None, scaling_factor=2.5, backend=backend
-        )
-        assert narrow.dtype is dtype
-        torch.testing.assert_close(narrow.float(), expected, rtol=2e-2, atol=0.0)
+        with subtests.test(dtype=dtype):
+            narrow = gating_topk_backward(
+                scores, grad.to(dtype), ids, score="sigmoid", renormalize=None, scaling_factor=2.5, backend=backend
+            )
+            assert narrow.dtype is dtype
+            torch.testing.assert_close(narrow.float(), expected, rtol=2e-2, atol=0.0)
 
 
 def test_softmax_example(backend: str) -> None:
@@ -271,7 +279,7 @@ def test_replay(backend: str) -> None:
     assert_same_bits(grads[0], grads[1])
 
 
-@pytest.mark.parametrize("dtype", (torch.int64, torch.int16, torch.uint8, torch.uint64), ids=str)
+@pytest.mark.parametrize("dtype", (torch.int64, torch.int16, torch.uint8, torch.uint64))
 def test_replay_of_ids_that_lie_column_by_column(dtype: torch.dtype, backend: str) -> None:
     logits = torch.tensor([[0.0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 5, 1]])
     ids = torch.tensor([[3, 0, 2], [2, 1, 0]]).to(dtype).t()

@@ -144,7 +144,7 @@ def test_backward_errors(change: dict[str, Any], error: type[Exception], message
         gating_topk_backward(**{**arguments, "score": "sigmoid", "renormalize": True, **change})
 
 
-def test_errors_of_out_leave_it_as_it_is() -> None:
+def test_errors_of_out_leave_it_as_it_is(subtests: pytest.Subtests) -> None:
     def fresh() -> tuple[Tensor, Tensor, Tensor]:
         return torch.full((3, 2), 7.0), torch.full((3, 2), 7).int(), torch.full((3, 8), 7.0)
 
@@ -156,11 +156,12 @@ def test_errors_of_out_leave_it_as_it_is() -> None:
         (2, lambda x: x.t().contiguous().t(), ValueError, r"out\[2\] must be a tensor with contiguous rows"),
     ]
     for which, change, error, message in changes:
-        weights, expert_ids, scores = (change(x) if i == which else x for i, x in enumerate(fresh()))
-        out = weights, expert_ids, scores
-        with pytest.raises(error, match=message):
-            gating_topk(LOGITS, 2, out=out)
-        assert all(bool((x == 7).all()) for x in out)
+        with subtests.test(message):
+            weights, expert_ids, scores = (change(x) if i == which else x for i, x in enumerate(fresh()))
+            out = weights, expert_ids, scores
+            with pytest.raises(error, match=message):
+                gating_topk(LOGITS, 2, out=out)
+            assert all(bool((x == 7).all()) for x in out)
     with pytest.raises(ValueError, match=r"out\[0\] must be None where gradients are recorded"):
         gating_topk(LOGITS.clone().requires_grad_(), 2, out=fresh())
     with pytest.raises(ValueError, match=r"out\[2\] must be memory of its own"):

@@ -14,15 +14,23 @@ from moeroute.testing import assert_close_to_exact, assert_same_bits
 from pages import guarded
 
 
-def test_b08_masked_groups_never_win(backend: str) -> None:
+def test_b08_masked_groups_never_win(subtests: pytest.Subtests, backend: str) -> None:
     target = torch.tensor([[0.5, 0.4, 0.3, 0.2]])
     logits = torch.log(target / (1 - target))
     bias = torch.tensor([-0.6, -0.6, -1.0, -1.0])
     for group_score in ("max", "top2_sum"):
-        found = gating_topk(
-            logits, 2, score="sigmoid", bias=bias, num_groups=2, topk_groups=1, group_score=group_score, backend=backend
-        )
-        assert found.expert_ids.tolist() == [[0, 1]]
+        with subtests.test(group_score=group_score):
+            found = gating_topk(
+                logits,
+                2,
+                score="sigmoid",
+                bias=bias,
+                num_groups=2,
+                topk_groups=1,
+                group_score=group_score,
+                backend=backend,
+            )
+            assert found.expert_ids.tolist() == [[0, 1]]
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -37,13 +45,14 @@ def test_b10_rows_of_nan_and_infinities(backend: str, score: str) -> None:
         assert ids[4].tolist() == [3, 0, 1]
 
 
-def test_b11_no_perturbation_breaks_ties(backend: str) -> None:
+def test_b11_no_perturbation_breaks_ties(subtests: pytest.Subtests, backend: str) -> None:
     scores = torch.full((1, 8), 0.1)
     scores[0, 0], scores[0, 7] = 0.5, 0.5 + 6e-7
     assert gating_topk(scores, 1, score="topk_softmax", backend=backend).expert_ids.tolist() == [[7]]
     ties = torch.full((1, 4), 0.3)
     for score in SCORES:
-        assert gating_topk(ties, 2, score=score, backend=backend).expert_ids.tolist() == [[0, 1]]
+        with subtests.test(score=score):
+            assert gating_topk(ties, 2, score=score, backend=backend).expert_ids.tolist() == [[0, 1]]
 
 
 def test_b13_softmax_before_and_after(backend: str) -> None:
@@ -136,7 +145,7 @@ def test_b56_b148_any_k(backend: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_b61_b62_ties(backend: str, dtype: torch.dtype) -> None:
+def test_b61_b62_ties(subtests: pytest.Subtests, backend: str, dtype: torch.dtype) -> None:
     def chosen(values: list[float], k: int) -> list[int]:
         logits = torch.tensor([values], dtype=dtype)
         return list(gating_topk(logits, k, score="topk_softmax", backend=backend).expert_ids[0].tolist())
@@ -149,7 +158,8 @@ def test_b61_b62_ties(backend: str, dtype: torch.dtype) -> None:
     logits = torch.randint(0, 2, (20, 33), generator=torch.Generator().manual_seed(0)).to(dtype) / 2
     every = gating_topk(logits, 33, score="sigmoid", backend=backend).expert_ids
     for k in range(1, 33):
-        assert_same_bits(gating_topk(logits, k, score="sigmoid", backend=backend).expert_ids, every[:, :k].clone())
+        with subtests.test(k=k):
+            assert_same_bits(gating_topk(logits, k, score="sigmoid", backend=backend).expert_ids, every[:, :k].clone())
 
 
 def test_b77_bias_keeps_its_precision(backend: str) -> None:
@@ -162,17 +172,18 @@ def test_b77_bias_keeps_its_precision(backend: str) -> None:
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_b101_scaling_once_and_always(backend: str, score: str) -> None:
+def test_b101_scaling_once_and_always(subtests: pytest.Subtests, backend: str, score: str) -> None:
     target = torch.tensor([[0.5, 0.3, 0.2]])
     logits = (target.log() if score == "softmax" else torch.log(target / (1 - target))).requires_grad_()
     for renormalize, expected in ((False, [1.25, 0.75]), (True, [1.5625, 0.9375])):
-        options: dict[str, Any] = {"score": score, "renormalize": renormalize, "backend": backend}
-        scaled = gating_topk(logits, 2, scaling_factor=2.5, **options).weights
-        torch.testing.assert_close(scaled, torch.tensor([expected]))
-        plain = gating_topk(logits, 2, **options).weights
-        up = torch.tensor([[1.0, 3.0]])
-        (with_scale,), (without,) = (torch.autograd.grad(w, logits, up) for w in (scaled, plain))
-        torch.testing.assert_close(with_scale, 2.5 * without)
+        with subtests.test(renormalize=renormalize):
+            options: dict[str, Any] = {"score": score, "renormalize": renormalize, "backend": backend}
+            scaled = gating_topk(logits, 2, scaling_factor=2.5, **options).weights
+            torch.testing.assert_close(scaled, torch.tensor([expected]))
+            plain = gating_topk(logits, 2, **options).weights
+            up = torch.tensor([[1.0, 3.0]])
+            (with_scale,), (without,) = (torch.autograd.grad(w, logits, up) for w in (scaled, plain))
+            torch.testing.assert_close(with_scale, 2.5 * without)
 
 
 @pytest.mark.parametrize("score", ["softmax", "topk_softmax"])
@@ -202,12 +213,13 @@ def test_b145_every_row_is_visited(backend: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("experts", [1, 2, 63, 64, 65, 255, 256, 257, 512, 1024])
-def test_b146_sizes_around_the_blocks(backend: str, experts: int) -> None:
+def test_b146_sizes_around_the_blocks(subtests: pytest.Subtests, backend: str, experts: int) -> None:
     logits = random_logits(1, experts)
     for score in SCORES:
-        found = gating_topk(logits, min(experts, 9), score=score, backend=backend)
-        assert_same_bits(found.expert_ids, by_hand(found.scores, min(experts, 9)))
-        assert_close_to_exact(found.scores, exact(logits, found.expert_ids, score, False)[1])
+        with subtests.test(score=score):
+            found = gating_topk(logits, min(experts, 9), score=score, backend=backend)
+            assert_same_bits(found.expert_ids, by_hand(found.scores, min(experts, 9)))
+            assert_close_to_exact(found.scores, exact(logits, found.expert_ids, score, False)[1])
 
 
 @pytest.mark.parametrize("k", range(1, 8))
@@ -239,23 +251,24 @@ def test_b151_offsets_beyond_int32(backend: str) -> None:
 
 @pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="guard pages need mprotect")
 @pytest.mark.parametrize("experts", [*range(1, 18), 63, 64, 65, 130])
-def test_b152_nothing_is_read_or_written_beyond_the_end(backend: str, experts: int) -> None:
+def test_b152_nothing_is_read_or_written_beyond_the_end(subtests: pytest.Subtests, backend: str, experts: int) -> None:
     k = min(experts, 3)
     for dtype in FLOATS[-1:] if backend == "triton" else FLOATS:
-        logits = guarded(random_logits(2, experts, dtype=dtype))
-        bias = guarded(torch.zeros(experts))
-        out = guarded(torch.zeros(2, k, dtype=dtype)), guarded(torch.zeros(2, k).int()), guarded(logits.float())
-        for score in SCORES:
-            gating_topk(logits, k, score=score, bias=bias, out=out, weights_dtype=dtype, backend=backend)
-            assert_same_bits(
-                tuple(out),
-                tuple(gating_topk(logits, k, score=score, bias=bias, weights_dtype=dtype, backend="reference")),
-            )
-            gating_topk(logits, k, score=score, expert_ids=out[1].clone(), out=out, backend=backend)
-            gating_topk_backward(
-                out[2], out[0], out[1], score=score, renormalize=True, grad_scores=guarded(out[2]),
-                out=guarded(logits), backend=backend,
-            )  # fmt: skip
+        with subtests.test(dtype=dtype):
+            logits = guarded(random_logits(2, experts, dtype=dtype))
+            bias = guarded(torch.zeros(experts))
+            out = guarded(torch.zeros(2, k, dtype=dtype)), guarded(torch.zeros(2, k).int()), guarded(logits.float())
+            for score in SCORES:
+                gating_topk(logits, k, score=score, bias=bias, out=out, weights_dtype=dtype, backend=backend)
+                assert_same_bits(
+                    tuple(out),
+                    tuple(gating_topk(logits, k, score=score, bias=bias, weights_dtype=dtype, backend="reference")),
+                )
+                gating_topk(logits, k, score=score, expert_ids=out[1].clone(), out=out, backend=backend)
+                gating_topk_backward(
+                    out[2], out[0], out[1], score=score, renormalize=True, grad_scores=guarded(out[2]),
+                    out=guarded(logits), backend=backend,
+                )  # fmt: skip
     one = gating_topk(torch.zeros(1, 1), 1, score="sigmoid", renormalize=False, bias=torch.zeros(1))
     assert (one.expert_ids.item(), one.weights.item()) == (0, 0.5)
 

@@ -29,7 +29,7 @@ SMALL = [
     (r"head_dim$|^qk_", 8),
     (r"_rank$|lora_dim$", 16),
     (r"^num_(local_)?experts$|^n_routed_experts$|^moe_num_experts$", 8),
-    (r"^num_experts_per_tok$|^moe_topk$|^moe_k$|^top_k_experts$", 2),
+    (r"^num_experts_per_tok(en)?$|^moe_topk$|^moe_k$|^top_k_experts$", 2),
     (r"^n_group$|^num_expert_group$", 4),
     (r"^topk_group$", 2),
     (r"first_k_dense_replace|num_dense_layers|moe_layer_start_index", 0),

@@ -13,13 +13,14 @@ from moeroute.ops.planning.op import (
 from small_cases import present
 
 
-def test_token_permute_example(backend: str) -> None:
+def test_token_permute_example(subtests: pytest.Subtests, backend: str) -> None:
     """Section 5: sortedIndices is row_of_slot."""
     ids = torch.tensor([[1, 2], [0, 1], [0, 2]], dtype=torch.int32)
     for num_experts in (3, None):
-        plan = plan_from_expert_ids(ids, num_experts, backend=backend)
-        assert plan.row_of_slot.tolist() == [2, 4, 0, 3, 1, 5]
-        assert plan.token_of_row.tolist() == [1, 2, 0, 1, 0, 2]
+        with subtests.test(num_experts=num_experts):
+            plan = plan_from_expert_ids(ids, num_experts, backend=backend)
+            assert plan.row_of_slot.tolist() == [2, 4, 0, 3, 1, 5]
+            assert plan.token_of_row.tolist() == [1, 2, 0, 1, 0, 2]
     first_three = plan_from_expert_ids(ids, None, num_rows=3, backend=backend)  # numOutTokens
     assert first_three.row_of_slot.tolist() == [2, -1, 0, -1, 1, -1]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from case_ids import spelled
 from moeroute.ops import launch
 from moeroute.ops.planning import numba_cpu
 from moeroute.ops.planning.op import (
@@ -87,28 +88,31 @@ def test_every_backend_equals_the_reference(backend: str, reference_plans: list[
 
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("drop", ["position", "weight"])
-def test_all_options_crossed(backend: str, drop: str, pad: bool) -> None:
+def test_all_options_crossed(subtests: pytest.Subtests, backend: str, drop: str, pad: bool) -> None:
     """B20, B22: capacity, padding, alignment, rows, range, k and T; capacity above T too."""
     generator = torch.Generator().manual_seed(1)
     for factor, topk, num_tokens, align, num_rows, expert_range in product(
         (None, 0.5, 1, 10), (1, 2, 3), (0, 1, 7), (1, 4), (None, 9), (None, (1, 3))
     ):
-        capacity = None if factor is None else capacity_from_factor(num_tokens, topk, 4, factor)
-        ids = torch.randint(-1, 5, (num_tokens, topk), generator=generator)
-        weights = torch.rand(num_tokens, topk, generator=generator)
-        options: dict[str, Any] = {
-            "align": align,
-            "num_rows": num_rows,
-            "expert_range": expert_range,
-            "capacity": capacity,
-        }
-        options |= {"drop": drop, "pad": pad and capacity is not None}
-        expected = expected_from_ids(ids.tolist(), 4, weights=weights.tolist(), **options) | {"topk": topk}
-        options["pad_to_capacity"] = options.pop("pad")
-        plan = plan_from_expert_ids(ids, 4, weights=weights, backend=backend, **options)
-        assert fields_of(plan) == expected
-        if capacity is not None:
-            assert int(present(plan.tokens_per_expert).max()) <= capacity
+        with subtests.test(
+            factor=factor, topk=topk, num_tokens=num_tokens, align=align, num_rows=num_rows, expert_range=expert_range
+        ):
+            capacity = None if factor is None else capacity_from_factor(num_tokens, topk, 4, factor)
+            ids = torch.randint(-1, 5, (num_tokens, topk), generator=generator)
+            weights = torch.rand(num_tokens, topk, generator=generator)
+            options: dict[str, Any] = {
+                "align": align,
+                "num_rows": num_rows,
+                "expert_range": expert_range,
+                "capacity": capacity,
+            }
+            options |= {"drop": drop, "pad": pad and capacity is not None}
+            expected = expected_from_ids(ids.tolist(), 4, weights=weights.tolist(), **options) | {"topk": topk}
+            options["pad_to_capacity"] = options.pop("pad")
+            plan = plan_from_expert_ids(ids, 4, weights=weights, backend=backend, **options)
+            assert fields_of(plan) == expected
+            if capacity is not None:
+                assert int(present(plan.tokens_per_expert).max()) <= capacity
 
 
 def test_defaults_with_a_capacity(backend: str) -> None:
@@ -120,23 +124,24 @@ def test_defaults_with_a_capacity(backend: str) -> None:
 # ---------------------------------------------------------------------------- weights, strides, sizes
 
 
-def test_drop_by_weight_is_exact_for_close_weights(backend: str) -> None:
+def test_drop_by_weight_is_exact_for_close_weights(subtests: pytest.Subtests, backend: str) -> None:
     """Thousands of slots with few distinct weights: ties at every digit of the search."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, 3, (900, 2), generator=generator)
     near_one = torch.randint(-3, 4, (900, 2), generator=generator).to(torch.int32) + 0x3F800000
     weights = torch.where(torch.rand(900, 2, generator=generator) < 0.3, -1.0, 1.0) * near_one.view(torch.float32)
     for capacity in (1, 100, 317, 599, 2000):
-        plan = plan_from_expert_ids(ids, 3, capacity=capacity, drop="weight", weights=weights, backend=backend)
-        flat_ids, flat_weights = ids.reshape(-1).tolist(), weights.reshape(-1).tolist()
-        for e in range(3):
-            mine = [s for s, expert in enumerate(flat_ids) if expert == e]
-            heaviest = sorted(sorted(mine, key=lambda s: (-flat_weights[s], s))[:capacity])
-            assert [s for s in plan.slot_of_row.tolist() if flat_ids[s] == e] == heaviest
+        with subtests.test(capacity=capacity):
+            plan = plan_from_expert_ids(ids, 3, capacity=capacity, drop="weight", weights=weights, backend=backend)
+            flat_ids, flat_weights = ids.reshape(-1).tolist(), weights.reshape(-1).tolist()
+            for e in range(3):
+                mine = [s for s, expert in enumerate(flat_ids) if expert == e]
+                heaviest = sorted(sorted(mine, key=lambda s: (-flat_weights[s], s))[:capacity])
+                assert [s for s in plan.slot_of_row.tolist() if flat_ids[s] == e] == heaviest
 
 
-@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
-def test_order_of_special_weights(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
+def test_order_of_special_weights(subtests: pytest.Subtests, backend: str, dtype: torch.dtype) -> None:
     """NaN of either sign is the largest, -0 equals +0, and of equal weights the earlier slot stays."""
     values = [-math.inf, -0.0, 0.0, -0.0, 1e-30, math.inf, -math.nan, math.nan, -1.0]
     by_weight = [6, 7, 5, 4, 1, 2, 3, 8, 0]
@@ -145,16 +150,17 @@ def test_order_of_special_weights(backend: str, dtype: torch.dtype) -> None:
     weights = torch.tensor(values, dtype=dtype)
     ids = torch.zeros(9, dtype=torch.int64)
     for capacity in range(10):
-        plan = plan_from_expert_ids(ids, 1, capacity=capacity, drop="weight", weights=weights, backend=backend)
-        assert plan.slot_of_row.tolist() == sorted(by_weight[:capacity])
-        plan = plan_from_routing_map(
-            torch.ones(9, 1, dtype=torch.bool),
-            capacity=capacity,
-            drop="weight",
-            weights=weights[:, None],
-            backend=backend,
-        )
-        assert plan.slot_of_row.tolist() == sorted(by_weight[:capacity])
+        with subtests.test(capacity=capacity):
+            plan = plan_from_expert_ids(ids, 1, capacity=capacity, drop="weight", weights=weights, backend=backend)
+            assert plan.slot_of_row.tolist() == sorted(by_weight[:capacity])
+            plan = plan_from_routing_map(
+                torch.ones(9, 1, dtype=torch.bool),
+                capacity=capacity,
+                drop="weight",
+                weights=weights[:, None],
+                backend=backend,
+            )
+            assert plan.slot_of_row.tolist() == sorted(by_weight[:capacity])
 
 
 def test_weights_are_cut_off_from_autograd(backend: str) -> None:
@@ -174,17 +180,19 @@ def test_float64_weights_decide_in_float64() -> None:
     assert plan.row_of_slot.tolist() == [0, -1]
 
 
-def test_strided_inputs(backend: str) -> None:
+def test_strided_inputs(subtests: pytest.Subtests, backend: str) -> None:
     ids = torch.randint(0, 5, (6, 4), generator=torch.Generator().manual_seed(0))
     expected = fields_of(plan_from_expert_ids(ids, 5, backend=backend))
     for strided in (ids.t().contiguous().t(), ids.repeat(1, 2)[:, :4], torch.stack([ids, ids], dim=2)[:, :, 0]):
-        assert not strided.is_contiguous()
-        assert fields_of(plan_from_expert_ids(strided, 5, backend=backend)) == expected
+        with subtests.test(strides=strided.stride()):
+            assert not strided.is_contiguous()
+            assert fields_of(plan_from_expert_ids(strided, 5, backend=backend)) == expected
     routing_map = torch.rand(6, 16, generator=torch.Generator().manual_seed(0)) < 0.3
     expected = fields_of(plan_from_routing_map(routing_map, backend=backend))
     shifted = torch.zeros(6 * 16 + 3, dtype=torch.bool)[3:].view(6, 16).copy_(routing_map)
     for strided in (routing_map.t().contiguous().t(), shifted):
-        assert fields_of(plan_from_routing_map(strided, backend=backend)) == expected
+        with subtests.test(strides=strided.stride()):
+            assert fields_of(plan_from_routing_map(strided, backend=backend)) == expected
 
 
 def test_one_dimension_means_one_choice(backend: str) -> None:
@@ -245,7 +253,7 @@ OUT_CASES = {
 
 
 @pytest.mark.parametrize("name", OUT_CASES)
-def test_out_gets_row_of_slot(name: str, backend: str) -> None:
+def test_out_gets_row_of_slot(subtests: pytest.Subtests, name: str, backend: str) -> None:
     plan = OUT_CASES[name](None, backend)
     assert plan.num_slots == 6
     for out in (
@@ -254,17 +262,21 @@ def test_out_gets_row_of_slot(name: str, backend: str) -> None:
         torch.empty(6, 3, dtype=torch.int32)[:, 1],
         torch.empty(2, 3, dtype=torch.int32).t(),
     ):
-        again = OUT_CASES[name](out, backend)
-        assert out.reshape(-1).tolist() == plan.row_of_slot.tolist()
-        for field in ("row_of_slot", "slot_of_row", "expert_of_slot", "slot_offsets", "tokens_per_expert"):
-            a, b = getattr(again, field), getattr(plan, field)
-            assert (a is None) == (b is None)
-            if a is not None:
-                assert a.tolist() == b.tolist()
-        if out.is_contiguous():
-            assert again.row_of_slot.data_ptr() == out.data_ptr()
+        with subtests.test(strides=out.stride()):
+            again = OUT_CASES[name](out, backend)
+            assert out.reshape(-1).tolist() == plan.row_of_slot.tolist()
+            for field in ("row_of_slot", "slot_of_row", "expert_of_slot", "slot_offsets", "tokens_per_expert"):
+                a, b = getattr(again, field), getattr(plan, field)
+                assert (a is None) == (b is None)
+                if a is not None:
+                    assert a.tolist() == b.tolist()
+            if out.is_contiguous():
+                assert again.row_of_slot.data_ptr() == out.data_ptr()
     for wrong in (torch.empty(5, dtype=torch.int32), torch.empty(6), 3):
-        with pytest.raises((ValueError, TypeError), match=r"^moeroute.plan_from_\w+: out must be "):
+        with (
+            subtests.test(wrong=spelled(wrong)),
+            pytest.raises((ValueError, TypeError), match=r"^moeroute.plan_from_\w+: out must be "),
+        ):
             OUT_CASES[name](wrong, backend)
 
 
@@ -296,12 +308,15 @@ def test_lazily_negated_tensors_are_seen(backend: str, given_out: bool) -> None:
     assert hand_made.row_of_slot.tolist() == expected.row_of_slot.tolist()
 
 
-def test_usual_options_in_other_clothes() -> None:
+def test_usual_options_in_other_clothes(subtests: pytest.Subtests) -> None:
     """The quick way asks for identity; what is merely equal goes the long way to the same plan."""
     ids = torch.tensor([[0, 1], [1, 0]])
     drop = "".join(["posi", "tion"])
     expected = plan_from_expert_ids(ids, 2).row_of_slot.tolist()
     assert plan_from_expert_ids(ids, 2, drop=drop).row_of_slot.tolist() == expected
     for options, name in ((dict(align=True), "align"), (dict(align=1.0), "align"), (dict(check=0), "check")):
-        with pytest.raises(TypeError, match=f"plan_from_expert_ids: {name} must be"):
+        with (
+            subtests.test(options=options),
+            pytest.raises(TypeError, match=f"plan_from_expert_ids: {name} must be"),
+        ):
             plan_from_expert_ids(ids, 2, **options)

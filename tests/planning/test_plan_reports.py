@@ -46,16 +46,17 @@ def test_b04_tokens_with_different_numbers_of_experts(backend: str) -> None:
     assert present(plan.slot_offsets).tolist() == [0, 2, 3, 3]
 
 
-def test_b22_capacity_above_the_number_of_tokens(backend: str) -> None:
+def test_b22_capacity_above_the_number_of_tokens(subtests: pytest.Subtests, backend: str) -> None:
     ids, weights = torch.tensor([[0, 1], [1, 0]]), torch.rand(2, 2)
     capacity = capacity_from_factor(2, 2, 2, 4)
     assert capacity == 8
     free = plan_from_expert_ids(ids, 2, backend=backend)
     for drop in ("position", "weight"):
-        options: dict[str, Any] = {"capacity": capacity, "drop": drop, "weights": weights, "backend": backend}
-        assert fields_of(plan_from_expert_ids(ids, 2, **options)) == fields_of(free)
-        padded = plan_from_expert_ids(ids, 2, pad_to_capacity=True, **options)
-        assert padded.slot_of_row.tolist() == [0, 3, *[-1] * 6, 1, 2, *[-1] * 6]
+        with subtests.test(drop=drop):
+            options: dict[str, Any] = {"capacity": capacity, "drop": drop, "weights": weights, "backend": backend}
+            assert fields_of(plan_from_expert_ids(ids, 2, **options)) == fields_of(free)
+            padded = plan_from_expert_ids(ids, 2, pad_to_capacity=True, **options)
+            assert padded.slot_of_row.tolist() == [0, 3, *[-1] * 6, 1, 2, *[-1] * 6]
 
 
 @pytest.mark.parametrize(
@@ -83,11 +84,12 @@ def test_alignment(backend: str, counts: list[int], align: int, padded: list[int
 
 
 @pytest.mark.parametrize("topk", range(1, 10))
-def test_b29_any_number_of_experts_per_token(backend: str, topk: int) -> None:
+def test_b29_any_number_of_experts_per_token(subtests: pytest.Subtests, backend: str, topk: int) -> None:
     for num_experts in (1, 3, 5, 6, 7, 12, 33):
-        ids = (torch.arange(4 * topk).reshape(4, topk) * 7 + 3) % (num_experts + 1) - 1
-        expected = expected_from_ids(ids.tolist(), num_experts)
-        assert fields_of(plan_from_expert_ids(ids, num_experts, backend=backend)) == expected
+        with subtests.test(num_experts=num_experts):
+            ids = (torch.arange(4 * topk).reshape(4, topk) * 7 + 3) % (num_experts + 1) - 1
+            expected = expected_from_ids(ids.tolist(), num_experts)
+            assert fields_of(plan_from_expert_ids(ids, num_experts, backend=backend)) == expected
 
 
 def test_b29_multihot_map_is_the_same_plan(backend: str) -> None:
@@ -114,7 +116,7 @@ def test_b34_experts_no_multiple_of_anything(backend: str) -> None:
     assert plan.token_of_row.tolist() == [1, 3, 2, 0]
 
 
-def test_b35_b133_experts_of_this_rank_only(backend: str) -> None:
+def test_b35_b133_experts_of_this_rank_only(subtests: pytest.Subtests, backend: str) -> None:
     plan = plan_from_expert_ids(torch.tensor([[0, 2], [3, 1], [0, 1]]), 4, expert_range=(2, 4), backend=backend)
     assert present(plan.tokens_per_expert).tolist() == [1, 1]
     assert plan.row_of_slot.tolist() == [-1, 0, 1, -1, -1, -1]
@@ -122,8 +124,9 @@ def test_b35_b133_experts_of_this_rank_only(backend: str) -> None:
     # The same as local ids with a sentinel in either manner.
     local = torch.tensor([[-1, 0], [1, -1], [-1, -1]])
     for sentinel in (-1, 2):
-        ids = torch.where(local < 0, sentinel, local)
-        assert plan_from_expert_ids(ids, 2, backend=backend).row_of_slot.tolist() == plan.row_of_slot.tolist()
+        with subtests.test(sentinel=sentinel):
+            ids = torch.where(local < 0, sentinel, local)
+            assert plan_from_expert_ids(ids, 2, backend=backend).row_of_slot.tolist() == plan.row_of_slot.tolist()
     routing_map = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1], [1, 1, 0, 0]], dtype=torch.bool)
     by_map = plan_from_routing_map(routing_map, expert_range=(2, 4), backend=backend)
     assert by_map.row_of_slot.tolist() == [-1, 0, -1, 1, -1, -1]
@@ -141,11 +144,12 @@ def test_b52_map_with_more_entries_than_int32_counts() -> None:
     assert plan.token_of_row.tolist() == [0, 2**22, num_tokens - 1]
 
 
-def test_b53_a_plan_keeps_its_own_alignment(backend: str) -> None:
+def test_b53_a_plan_keeps_its_own_alignment(subtests: pytest.Subtests, backend: str) -> None:
     ids = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
     for align in (1, 4, 16):
-        plan = plan_from_expert_ids(ids, 3, align=align, backend=backend)
-        assert plan.token_of_row[plan.row_of_slot.long()].tolist() == list(range(9))
+        with subtests.test(align=align):
+            plan = plan_from_expert_ids(ids, 3, align=align, backend=backend)
+            assert plan.token_of_row[plan.row_of_slot.long()].tolist() == list(range(9))
 
 
 def test_b68_counts_have_every_expert(backend: str) -> None:
@@ -200,12 +204,13 @@ def test_b100_padding_tokens_take_no_capacity(backend: str) -> None:
     assert plan.num_rows == 1
 
 
-def test_b107_ids_above_256_do_not_collide(backend: str) -> None:
+def test_b107_ids_above_256_do_not_collide(subtests: pytest.Subtests, backend: str) -> None:
     ids = torch.tensor([[259, 257], [258, 599], [257, 256]])
     for num_experts in (600, None):
-        plan = plan_from_expert_ids(ids, num_experts, backend=backend)
-        assert plan.token_of_row.tolist() == [2, 0, 2, 1, 0, 1]
-        assert plan.slot_of_row.tolist() == [5, 1, 4, 2, 0, 3]
+        with subtests.test(num_experts=num_experts):
+            plan = plan_from_expert_ids(ids, num_experts, backend=backend)
+            assert plan.token_of_row.tolist() == [2, 0, 2, 1, 0, 1]
+            assert plan.slot_of_row.tolist() == [5, 1, 4, 2, 0, 3]
 
 
 def test_b109_out_of_range_id(backend: str) -> None:
@@ -221,12 +226,13 @@ def test_b125_padded_token(backend: str) -> None:
     assert plan.token_of_row.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-def test_b131_every_integer_dtype(backend: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_b131_every_integer_dtype(subtests: pytest.Subtests, backend: str, dtype: torch.dtype) -> None:
     ids = torch.tensor([[100, 5], [5, 127]]).to(dtype)
     for num_experts in (128, None):
-        plan = plan_from_expert_ids(ids, num_experts, backend=backend)
-        assert plan.row_of_slot.tolist() == [2, 0, 1, 3]
+        with subtests.test(num_experts=num_experts):
+            plan = plan_from_expert_ids(ids, num_experts, backend=backend)
+            assert plan.row_of_slot.tolist() == [2, 0, 1, 3]
     if not dtype.is_signed:
         plan = plan_from_expert_ids(torch.tensor([[130], [5]]).to(dtype), 200, backend=backend)
         assert present(plan.tokens_per_expert)[130] == 1

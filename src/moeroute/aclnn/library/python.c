@@ -95,6 +95,19 @@ static void release_interrupt(void)
         signal(SIGINT, SIG_DFL);
 }
 
+static void freeze(void)
+{
+    PyObject *type, *value, *trace, *gc, *done = NULL;
+    PyErr_Fetch(&type, &value, &trace);
+    gc = PyImport_ImportModule("gc");
+    if (gc != NULL)
+        done = PyObject_CallMethod(gc, "freeze", NULL);
+    Py_XDECREF(done);
+    Py_XDECREF(gc);
+    PyErr_Restore(type, value, trace);
+    PyGC_Enable();
+}
+
 static void start_python(void)
 {
     PyGILState_STATE state = PyGILState_UNLOCKED;
@@ -112,14 +125,20 @@ static void start_python(void)
         python = "this process";
         state = PyGILState_Ensure();
     }
+    /* What is imported stays, and looking through it for garbage, now and later, would cost a tenth of the start. */
+    if (ours)
+        PyGC_Disable();
     glue = PyImport_ImportModule("moeroute.aclnn.library.glue");
+    if (ours)
+        freeze();
     if (glue == NULL)
         say_exception(python);
     /* cffi's own start spins for ever once anything has looked up an attribute of a capsule, as torch does. */
     else if (_cffi_initialize_python() == 0)
         _cffi_call_python = (_cffi_call_python_fnptr)_cffi_call_python_org;
     else
-        snprintf(failed, sizeof(failed), "moeroute.aclnn: the library does not load into %s", python);
+        snprintf(failed, sizeof(failed),
+                 "moeroute.aclnn: the library must belong to the moeroute of %s; build it again, stderr says more", python);
     Py_XDECREF(glue);
     if (ours)
         PyEval_SaveThread();

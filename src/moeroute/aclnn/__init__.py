@@ -23,6 +23,7 @@ tensor([[4., 6.]])
 'aclnnMoeTokenPermuteGrad: numTopk must be in 1..512; got 0'
 """
 
+from moeroute.aclnn.chips import set_chip as set_chip
 from moeroute.aclnn.core import Executor as Executor
 from moeroute.aclnn.core import aclGetRecentErrMsg as aclGetRecentErrMsg
 from moeroute.aclnn.core import set_ub_bytes as set_ub_bytes

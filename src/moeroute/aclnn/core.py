@@ -142,6 +142,10 @@ def _described(layout: tuple[Any, ...]) -> str:
     return f"shape {list(shape)}, strides {list(strides)}, {dtype}"
 
 
+# What one chip takes less than the others, where one was chosen: the operator, its arguments, its work (chips.py).
+limits_of_chip: Callable[[str, dict[str, Any], Work], Work] | None = None
+
+
 def phases(name: str, body: Callable[..., tuple[int, Work]]) -> tuple[FirstPhase, SecondPhase]:
     """The two calls of an operator: aclnn<name>GetWorkspaceSize and aclnn<name>."""
     parameters = SIGNATURES[name].parameters
@@ -158,6 +162,8 @@ def phases(name: str, body: Callable[..., tuple[int, Work]]) -> tuple[FirstPhase
             values = [read(p, value) for (p, read), value in zip(readers, arguments, strict=True)]
             _one_device(parameters, values)
             workspace_size, work = body(*values)
+            if limits_of_chip is not None:
+                work = limits_of_chip(name, dict(zip(SIGNATURES[name].names, values, strict=True)), work)
         except Refusal as refusal:
             remember(f"aclnn{name}: {refusal}")
             return refusal.status, 0, None

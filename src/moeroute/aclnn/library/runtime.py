@@ -5,7 +5,7 @@ from bisect import insort
 from pathlib import Path
 from typing import Any
 
-from moeroute.aclnn import core
+from moeroute.aclnn import chips, core
 from moeroute.aclnn.library.handles import (
     INVALID_PARAM,
     LARGEST,
@@ -366,7 +366,7 @@ _soc_names: dict[str, Any] = {}
 
 def aclrtGetSocName() -> int:
     """A name that stays where it is."""
-    name = "Ascend910B2"
+    name = chips.soc_name()
     if name not in _soc_names:
         _soc_names[name] = c.ffi.new("char[]", name.encode())
     return int(c.ffi.cast("uintptr_t", _soc_names[name]))

@@ -167,7 +167,8 @@ def outcome(name: str, arguments: dict[str, Any], backend: str, where: str) -> A
 
 def test_every_operator_has_a_good_call() -> None:
     defined = {name.removeprefix("moeroute::").partition(".")[0] for name in LIBRARY._op_defs}
-    assert {name for name in defined if not name.endswith("_traced")} == {name.partition(",")[0] for name in GOOD}
+    own = {name for name in defined if not name.endswith("_traced")} - {"router_product"}  # which is torch's product
+    assert own == {name.partition(",")[0] for name in GOOD}
 
 
 @pytest.mark.parametrize("name", GOOD)

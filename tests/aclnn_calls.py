@@ -183,6 +183,25 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
         "expandedXOut": poison(6, 2), "expandedRowIdxOut": empty_ids(6), "expertTokensCountOrCumsumOut": empty_ids(3),
         "expertTokensBeforeCapacityOut": None,
     },
+    "MoeInitRoutingV3": lambda: {
+        "x": ones(3, 2), "expertIdx": i32([[1, 2], [0, 1], [0, 2]]), "scaleOptional": ones(2, 2), "offsetOptional": None,
+        "activeNum": 0, "expertCapacity": 0, "expertNum": 3, "dropPadMode": 0, "expertTokensNumType": 1,
+        "expertTokensNumFlag": True, "quantMode": 1, "activeExpertRangeOptional": [1, 3], "rowIdxType": 0,
+        "expandedXOut": poison(6, 2, dtype=torch.int8), "expandedRowIdxOut": empty_ids(6),
+        "expertTokensCountOrCumsumOut": poison(2, dtype=torch.int64), "expandedScaleOut": poison(6),
+    },
+    "MoeInitRoutingQuant": lambda: {
+        "x": ones(3, 2), "rowIdx": i32([[0, 3], [1, 4], [2, 5]]), "expertIdx": i32([[1, 2], [0, 1], [0, 2]]), "activeNum": 2,
+        "scale": 2.0, "offset": 1.0, "expandedXOut": poison(4, 2, dtype=torch.int8), "expandedRowIdxOut": empty_ids(6),
+        "expandedExpertIdxOut": empty_ids(6),
+    },
+    "MoeInitRoutingQuantV2": lambda: {
+        "x": ones(3, 2), "expertIdx": i32([[1, 2], [0, 1], [0, 2]]), "scaleOptional": ones(3, 2), "offsetOptional": None,
+        "activeNum": 0, "expertCapacity": 2, "expertNum": 3, "dropPadMode": 0, "expertTokensCountOrCumsumFlag": 1,
+        "expertTokensBeforeCapacityFlag": False, "quantMode": 1, "expandedXOut": poison(6, 2, dtype=torch.int8),
+        "expandedRowIdxOut": empty_ids(6), "expertTokensCountOrCumsumOutOptional": empty_ids(3),
+        "expertTokensBeforeCapacityOutOptional": None, "dynamicQuantScaleOutOptional": poison(6),
+    },
     "MoeInitRoutingV2Grad": lambda: {
         "gradExpandedX": ones(6, 2), "expandedRowIdx": i32([2, 4, 0, 3, 1, 5]), "topK": 2, "dropPadMode": 0,
         "activeNum": 0, "out": poison(3, 2),

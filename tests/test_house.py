@@ -37,7 +37,7 @@ FLOORS = (
     ("check", "ops.cache", "ops.simd", "ops.tiles"),
     ("backend", "memory", "ops.launch"),
     ("ops.rows", "ops.registration"),
-    ("ops.differentiation", "ops.balance", "ops.group_topk", "ops.replicas", "ops.special_experts"),
+    ("ops.differentiation", "ops.balance", "ops.group_topk", "ops.quantization", "ops.replicas", "ops.special_experts"),
     ("ops.grouped", "ops.router_product", "ops.gating.reference", "ops.gating.numba_cpu", "ops.gating.triton_gpu"),
     ("ops.gating.op",),
     ("ops.planning.reference", "ops.planning.numba_cpu", "ops.planning.triton_gpu"),

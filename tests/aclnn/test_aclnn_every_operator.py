@@ -153,6 +153,8 @@ NEEDED = {
     ("MoeTokenUnpermuteWithEpGrad", "permutedTokensOptional"): NULL,
     ("MoeTokenUnpermuteWithEpGrad", "probsGradOut"): NULL,
     ("MoeInitRoutingV2", "expertTokensCountOrCumsumOut"): NULL,
+    ("MoeInitRoutingQuantV2", "expertTokensCountOrCumsumOutOptional"): TILING,
+    ("MoeInitRoutingQuantV2", "dynamicQuantScaleOutOptional"): TILING,
     ("MoeFinalizeRoutingV2", "x1Optional"): INNER_NULL,
     ("MoeFinalizeRoutingV3", "x1Optional"): TILING,
     ("MoeFinalizeRoutingV3", "expertIdxOptional"): TILING,
@@ -205,6 +207,9 @@ def test_dtypes_and_formats(subtests: pytest.Subtests, name: str, argument: str,
 
 OUTPUT_SHAPES_561002 = (
     "MoeInitRouting",
+    "MoeInitRoutingV3",
+    "MoeInitRoutingQuant",
+    "MoeInitRoutingQuantV2",
     "MoeFinalizeRoutingV3",
     "MoeFinalizeRoutingV4",
     "MoeTokenUnpermuteWithRoutingMapGrad",

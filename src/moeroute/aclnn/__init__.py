@@ -99,6 +99,18 @@ from moeroute.aclnn.permute import aclnnMoeTokenPermuteWithRoutingMapGrad as acl
 from moeroute.aclnn.permute import (
     aclnnMoeTokenPermuteWithRoutingMapGradGetWorkspaceSize as aclnnMoeTokenPermuteWithRoutingMapGradGetWorkspaceSize,
 )
+from moeroute.aclnn.quantized_routing import aclnnMoeInitRoutingQuant as aclnnMoeInitRoutingQuant
+from moeroute.aclnn.quantized_routing import (
+    aclnnMoeInitRoutingQuantGetWorkspaceSize as aclnnMoeInitRoutingQuantGetWorkspaceSize,
+)
+from moeroute.aclnn.quantized_routing import aclnnMoeInitRoutingQuantV2 as aclnnMoeInitRoutingQuantV2
+from moeroute.aclnn.quantized_routing import (
+    aclnnMoeInitRoutingQuantV2GetWorkspaceSize as aclnnMoeInitRoutingQuantV2GetWorkspaceSize,
+)
+from moeroute.aclnn.quantized_routing import aclnnMoeInitRoutingV3 as aclnnMoeInitRoutingV3
+from moeroute.aclnn.quantized_routing import (
+    aclnnMoeInitRoutingV3GetWorkspaceSize as aclnnMoeInitRoutingV3GetWorkspaceSize,
+)
 from moeroute.aclnn.unpermute import aclnnMoeTokenUnpermute as aclnnMoeTokenUnpermute
 from moeroute.aclnn.unpermute import aclnnMoeTokenUnpermuteGetWorkspaceSize as aclnnMoeTokenUnpermuteGetWorkspaceSize
 from moeroute.aclnn.unpermute import aclnnMoeTokenUnpermuteGrad as aclnnMoeTokenUnpermuteGrad

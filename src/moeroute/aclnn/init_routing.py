@@ -3,6 +3,8 @@
 Every operator has the same rungs: nulls, dtypes, shapes and limits, outputs, work.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ from moeroute.ops.planning.op import (
 # ---------------------------------------------------------------------------- MoeInitRouting
 
 
-def _moe_init_routing(
+def by_column(
     x: Tensor,
     rowIdx: Tensor,
     expertIdx: Tensor,
@@ -43,12 +45,9 @@ def _moe_init_routing(
     expandedXOut: Tensor,
     expandedRowIdxOut: Tensor,
     expandedExpertIdxOut: Tensor,
+    quantized: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[int, Work]:
-    """Token copies in the stable order of their expert ids, which come sorted too, for slots numbered by column.
-
-    rowIdx [T, K] is the number of each slot, k * T + t; expandedRowIdx is the row of each number. activeNum counts
-    tokens: expandedX has min(activeNum, T) * K rows.
-    """
+    """MoeInitRouting, and with `quantized` what copies int8 rows."""
     required(
         x=x,
         rowIdx=rowIdx,
@@ -60,7 +59,7 @@ def _moe_init_routing(
     typed("x", x, *FLOATS)
     typed("rowIdx", rowIdx, torch.int32)
     typed("expertIdx", expertIdx, torch.int32)
-    typed("expandedXOut", expandedXOut, x.dtype)
+    typed("expandedXOut", expandedXOut, x.dtype if quantized is None else torch.int8)
     typed("expandedRowIdxOut", expandedRowIdxOut, torch.int32)
     typed("expandedExpertIdxOut", expandedExpertIdxOut, torch.int32)
     ranked("x", x, 2, status=TILING)
@@ -89,10 +88,27 @@ def _moe_init_routing(
         expandedExpertIdxOut.copy_(ids)
         numbers = plan_from_row_of_slot(rowIdx.reshape(-1)[order], slots, slots)
         expandedRowIdxOut.copy_(numbers.slot_of_row)
-        by_column = numbers.slot_of_row.reshape(topk, num_tokens)
-        spread(x, plan_from_row_of_slot(by_column.t(), num_tokens, rows), out=expandedXOut)
+        plan = plan_from_row_of_slot(numbers.slot_of_row.reshape(topk, num_tokens).t(), num_tokens, rows)
+        spread(x if quantized is None else quantized(x), plan, out=expandedXOut)
 
     return 0, work
+
+
+def _moe_init_routing(
+    x: Tensor,
+    rowIdx: Tensor,
+    expertIdx: Tensor,
+    activeNum: int,
+    expandedXOut: Tensor,
+    expandedRowIdxOut: Tensor,
+    expandedExpertIdxOut: Tensor,
+) -> tuple[int, Work]:
+    """Token copies in the stable order of their expert ids, which come sorted too, for slots numbered by column.
+
+    rowIdx [T, K] is the number of each slot, k * T + t; expandedRowIdx is the row of each number. activeNum counts
+    tokens: expandedX has min(activeNum, T) * K rows.
+    """
+    return by_column(x, rowIdx, expertIdx, activeNum, expandedXOut, expandedRowIdxOut, expandedExpertIdxOut)
 
 
 aclnnMoeInitRoutingGetWorkspaceSize, aclnnMoeInitRouting = phases("MoeInitRouting", _moe_init_routing)

@@ -185,7 +185,7 @@ GOOD: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "MoeInitRoutingV3": lambda: {
         "x": ones(3, 2), "expertIdx": i32([[1, 2], [0, 1], [0, 2]]), "scaleOptional": ones(2, 2), "offsetOptional": None,
-        "activeNum": 0, "expertCapacity": 0, "expertNum": 3, "dropPadMode": 0, "expertTokensNumType": 1,
+        "activeNum": -1, "expertCapacity": 0, "expertNum": 3, "dropPadMode": 0, "expertTokensNumType": 1,
         "expertTokensNumFlag": True, "quantMode": 1, "activeExpertRangeOptional": [1, 3], "rowIdxType": 0,
         "expandedXOut": poison(6, 2, dtype=torch.int8), "expandedRowIdxOut": empty_ids(6),
         "expertTokensCountOrCumsumOut": poison(2, dtype=torch.int64), "expandedScaleOut": poison(6),

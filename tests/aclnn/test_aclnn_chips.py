@@ -106,6 +106,34 @@ def test_float32_scales_beside_bfloat16_everywhere(chip: str | None) -> None:
         assert prepare(operator, *arguments.values())[0] == 0, aclnn.aclGetRecentErrMsg()
 
 
+PADDED: dict[str, Any] = {
+    "dropPadMode": 1,
+    "expertCapacity": 2,
+    "activeExpertRangeOptional": [0, 3],
+    "scaleOptional": ones(3, 2),
+    "expandedXOut": torch.zeros(3, 2, 2, dtype=torch.int8),
+    "expertTokensCountOrCumsumOut": torch.zeros(3, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"activeNum": 0}, "activeNum"),
+        ({"expertTokensNumFlag": False}, "expertTokensNumFlag"),
+        ({"activeExpertRangeOptional": None, "scaleOptional": None, "expertTokensCountOrCumsumOut": torch.zeros(3, dtype=torch.int64)}, "activeExpertRangeOptional"),
+        (PADDED, "quantMode"),
+    ],
+    ids=["activeNum", "counts", "range", "int8 with a capacity"],
+)  # fmt: skip
+def test_init_routing_v3_of_950(changes: dict[str, Any], words: str) -> None:
+    for wider in (None, "A2", "A3"):
+        aclnn.set_chip(wider)
+        assert prepare("MoeInitRoutingV3", *(GOOD["MoeInitRoutingV3"]() | changes).values())[0] == 0
+    aclnn.set_chip("950")
+    assert words in call_refused("MoeInitRoutingV3", changes, TILING)
+
+
 def test_what_950_takes_less() -> None:
     without: dict[str, Any] = {"permutedTokensOptional": None, "probsOptional": None, "probsGradOut": None}
     without |= {"unpermutedTokensGrad": ones(6, 2)}

@@ -124,6 +124,19 @@ def _softmax_of_950(arguments: dict[str, Any], work: Work) -> Work:
     return work
 
 
+def _init_routing_of_950(arguments: dict[str, Any], work: Work) -> Work:
+    slots, drop = arguments["expertIdx"].numel(), arguments["dropPadMode"] == 1
+    if not drop and arguments["activeNum"] not in (-1, slots):
+        raise wrong("activeNum", f"-1 or T * K = {slots} on 950", arguments["activeNum"], TILING)
+    if not arguments["expertTokensNumFlag"]:
+        raise wrong("expertTokensNumFlag", "true on 950", "false", TILING)
+    if drop and arguments["quantMode"] != -1:
+        raise wrong("quantMode with dropPadMode 1", "-1 on 950", arguments["quantMode"], TILING)
+    if not arguments["activeExpertRangeOptional"]:
+        raise wrong("activeExpertRangeOptional", "[s, e) on 950", arguments["activeExpertRangeOptional"], TILING)
+    return work
+
+
 def _softmax_of_310p(arguments: dict[str, Any], work: Work) -> Work:
     """Rows of float16, and row numbers that stay 0."""
     x = arguments["x"]
@@ -165,6 +178,7 @@ _RULES = {
     **{(chip, operator): rule for chip in ("A2", "A3") for operator, rule in _OLDER.items()},
     ("950", "MoeTokenUnpermuteGrad"): _unpermute_grad_of_950,
     ("950", "MoeGatingTopKSoftmax"): _softmax_of_950,
+    ("950", "MoeInitRoutingV3"): _init_routing_of_950,
     ("310P", "MoeGatingTopKSoftmax"): _softmax_of_310p,
     ("310P", "MoeTokenUnpermute"): _unpermute_of_310p,
 }

@@ -38,6 +38,7 @@ def through_c() -> float:
 
 
 def in_python() -> float:
+    """Microseconds of both phases, by the Python functions."""
     grad, indices = torch.ones(4, 2), torch.tensor([2, 0, 1, 3], dtype=torch.int32)
     out = torch.empty(2, 2)
     readings = []
@@ -53,6 +54,7 @@ def in_python() -> float:
 
 
 def main() -> None:
+    """Measure both and compare their difference with the bound."""
     c, python = through_c(), in_python()
     print(f"both phases through C {c:.1f} µs, in Python {python:.1f} µs: {c - python:.1f} µs more (bound {BOUND:.0f})")
     assert c - python <= BOUND

@@ -94,6 +94,7 @@ def recorded(few: bool) -> list[Any]:
 
 
 def check(as_json: bool, few: bool) -> int:
+    """Record, lower and report; returns the exit status."""
     python, reason = environment()
     if python is None:
         print(json.dumps(reason) if as_json else reason)
@@ -117,6 +118,7 @@ def check(as_json: bool, few: bool) -> int:
 
 
 def lower_one(work: dict[str, Any]) -> Lowered:
+    """What became of one specialisation: its kernel, its words, and the error or ""."""
     from triton._C.libtriton import ir
     from triton.backends.ascend.compiler import AscendAttrsDescriptor, make_ttir, ttir_to_linalg
     from triton.backends.compiler import GPUTarget
@@ -165,6 +167,7 @@ def lower_one(work: dict[str, Any]) -> Lowered:
 
 
 def lower_all() -> None:
+    """Read specialisations from standard input as JSON, and write what became of them."""
     work = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr), ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
         found = list(pool.map(lower_one, work, chunksize=4))

@@ -89,6 +89,7 @@ class Skip(Exception):
 
 
 def cuda_only(setting: Setting) -> None:
+    """Raise Skip on the CPU."""
     if setting.device.type != "cuda":
         raise Skip("needs a CUDA or ROCm device")
 
@@ -127,6 +128,7 @@ class Route:
 
 
 def route(setting: Setting, hidden: int, seed: int = 0) -> Route:
+    """Random logits and bfloat16 tokens of the size that the setting has for gating."""
     sizes = setting.gating_case
     logits = setting.random(sizes["T"], sizes["E"], seed=seed)
     return Route(logits, setting.random(sizes["T"], hidden, seed=seed + 1, dtype=torch.bfloat16), sizes["K"])
@@ -136,11 +138,13 @@ def route(setting: Setting, hidden: int, seed: int = 0) -> Route:
 
 
 def part_of_bits(device: torch.device, number: int, parts: int) -> tuple[int, list[str]]:
+    """One part of `moeroute verify`, for a process of its own."""
     torch.set_num_threads(1)
     return verify.run([("triton", device)], part=(number, parts))
 
 
 def bits(setting: Setting) -> dict[str, Any]:
+    """Every check of `moeroute verify`, then the whole path, against the CPU's bits."""
     # Hundreds of kernels, each half a second of one processor to compile.
     processes = 1 if setting.rehearse else max(min((os.cpu_count() or 1) // 2, 8), 1)
     parts = 1 if processes == 1 else 4 * processes
@@ -156,6 +160,7 @@ def bits(setting: Setting) -> dict[str, Any]:
 
 
 def runs(setting: Setting) -> dict[str, Any]:
+    """The whole path again and again: the same bits every time."""
     times = 3 if setting.rehearse else 50
     case = route(setting, 512 if setting.rehearse else 2048)
     first = case()
@@ -201,6 +206,7 @@ def large(setting: Setting) -> dict[str, Any]:
 
 
 def sync(setting: Setting) -> dict[str, Any]:
+    """The whole path must not wait for the device."""
     cuda_only(setting)
     case = route(setting, 2048)
     case()
@@ -214,6 +220,7 @@ def sync(setting: Setting) -> dict[str, Any]:
 
 
 def graph(setting: Setting) -> dict[str, Any]:
+    """A captured path, replayed on new inputs, against an eager run."""
     cuda_only(setting)
     case, other = route(setting, 2048), route(setting, 2048, seed=7)
     expected = other()
@@ -320,6 +327,7 @@ def _installed(package: str) -> bool:
 
 
 def row_speed(setting: Setting, num_tokens: int, topk: int, hidden: int) -> list[dict[str, Any]]:
+    """GB/s of the row operators at one size, beside a copy, torch and the installed peers."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.rand(num_tokens, 64, generator=generator).topk(topk).indices.to(setting.device)
     plan = moeroute.plan_from_expert_ids(ids, 64, num_rows=num_tokens * topk, backend="triton")
@@ -390,6 +398,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def speed(setting: Setting) -> dict[str, Any]:
+    """All sizes of `row_speed`, and what stays below the goal."""
     lines = [line for sizes in setting.row_cases for line in row_speed(setting, *sizes)]
     below = [
         f"{line['operator']} {line['T']}x{line['K']}x{line['H']}: {line['share of copy']:.2f}"
@@ -430,6 +439,7 @@ STEPS: dict[str, Callable[[Setting], dict[str, Any]]] = {
 
 
 def about(device: torch.device) -> dict[str, Any]:
+    """Device, versions and date."""
     import triton
 
     name = "Triton's interpreter"
@@ -477,6 +487,7 @@ def chart(file: Path, lines: list[dict[str, Any]], title: str) -> str | None:
 
 
 def main() -> int:
+    """Run the steps; returns 0, 1 for a failed step or 2 where nothing can run."""
     parser = argparse.ArgumentParser(description="Check the Triton backend on this machine's GPU.")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for JSON and chart (default: out)")
     parser.add_argument("--only", choices=STEPS, nargs="+", help="these steps alone")

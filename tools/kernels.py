@@ -40,6 +40,7 @@ def suite(launches: dict[str, list[Specialisation]]) -> list[tuple[str, Speciali
 
 
 def all_launches() -> dict[str, list[Specialisation]]:
+    """Every specialisation that the launchers choose, for each target."""
     recorded: dict[str, list[Specialisation]] = {}
     by_kind: dict[str, list[Specialisation]] = {}
     for target, (kind, _, _) in TARGETS.items():
@@ -61,6 +62,7 @@ class Typical:
 
 
 def typical() -> Iterator[Typical]:
+    """The cases of the roofline table."""
     from moeroute.ops.gating import triton_gpu as gating
     from moeroute.ops.permutation import triton_gpu as permutation
     from moeroute.ops.planning import triton_gpu as planning
@@ -174,10 +176,12 @@ def resident(one: Compiled) -> int:
 
 
 def amount(value: float) -> str:
+    """Megabytes, as the page writes them."""
     return f"{value / 1e6:,.0f} MB" if value >= 1e7 else f"{value / 1e6:,.1f} MB"
 
 
 def page(done: list[Compiled], cases: list[Typical]) -> str:
+    """The text of docs/kernels.md."""
     import triton
 
     lines = [
@@ -254,6 +258,7 @@ def page(done: list[Compiled], cases: list[Typical]) -> str:
 
 
 def main() -> int:
+    """Write the page, or with --check what became of each; returns the exit status."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--check", metavar="FILE", help="write what became of them as JSON, and no page")
     options.add_argument("--all", action="store_true", help="with --check: more than the suite has time for")

@@ -41,6 +41,7 @@ def pairs(**axes: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def over(function: Callable[..., Any], **axes: Sequence[Any]) -> Iterator[Case]:
+    """Cases that call a function with few combinations of its arguments, by `pairs`."""
     for chosen in pairs(**axes):
         words = ", ".join(f"{name}={str(value).removeprefix('torch.')}" for name, value in chosen.items())
         yield f"{function.__name__}({words})", partial(function, **chosen)
@@ -62,6 +63,7 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str = "side by s
 
 
 def vector(size: int, dtype: torch.dtype, layout: str = "side by side") -> Tensor:
+    """`askew`: not on a 16-byte boundary."""
     return torch.zeros(size + 1, dtype=dtype)[1:] if layout == "askew" else torch.zeros(size, dtype=dtype)
 
 
@@ -73,6 +75,7 @@ integers = partial(vector, dtype=torch.int32)
 
 
 def permutation_cases() -> Iterator[Case]:
+    """Calls of the launchers in permutation/triton_gpu.py."""
     from moeroute.ops.permutation import triton_gpu
 
     def offsets(ragged: bool) -> Tensor | None:
@@ -175,6 +178,7 @@ def permutation_cases() -> Iterator[Case]:
 
 
 def gating_cases() -> Iterator[Case]:
+    """Calls of the launchers in gating/triton_gpu.py."""
     from moeroute.ops.gating import triton_gpu
 
     def gating_topk(
@@ -219,6 +223,7 @@ def gating_cases() -> Iterator[Case]:
 
 
 def planning_cases() -> Iterator[Case]:
+    """Calls of the launchers in planning/triton_gpu.py."""
     from moeroute.ops.planning import triton_gpu
 
     ids_dtypes = (torch.int32, torch.int64, torch.int8, torch.uint8, torch.int16)
@@ -299,6 +304,7 @@ def planning_cases() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
+    """Calls of all launchers."""
     yield from gating_cases()
     yield from planning_cases()
     yield from permutation_cases()

@@ -65,6 +65,7 @@ def build(target: str, chosen: Specialisation) -> tuple[Any, str]:
 
 
 def compile_for(target: str, chosen: Specialisation) -> Compiled:
+    """Compile a specialisation for a target, and look at its machine code."""
     from triton.compiler import CompilationError
 
     signal.signal(signal.SIGALRM, _too_long)
@@ -96,6 +97,7 @@ def compile_for(target: str, chosen: Specialisation) -> Compiled:
 
 
 def compile_all(work: Iterable[tuple[str, Specialisation]], processes: int = 2) -> list[Compiled]:
+    """`compile_for` of all, in processes; the results in the order of the work."""
     targets, chosen = zip(*work, strict=True)
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
         return list(pool.map(compile_for, targets, chosen, chunksize=8))

@@ -132,6 +132,7 @@ def record(target: str, cases: Iterable[Case]) -> list[Specialisation]:
 
 
 def distinct(launches: Iterable[Specialisation]) -> list[Specialisation]:
+    """Each specialisation once, in the order of first use."""
     return list(dict.fromkeys(launches))
 
 

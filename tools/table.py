@@ -14,6 +14,7 @@ MARKERS = "<!-- benchmark table -->", "<!-- end of the benchmark table -->"
 
 
 def table() -> str:
+    """The table in Markdown, from benchmarks/results/bench.json."""
     found = json.loads((ROOT / "benchmarks/results/bench.json").read_text())
     about, lines = found["about"], found["lines"]
     rows = [
@@ -43,6 +44,7 @@ def table() -> str:
 
 
 def main() -> None:
+    """Replace what stands between the markers in README."""
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition(MARKERS[0])
     after = rest.partition(MARKERS[1])[2]

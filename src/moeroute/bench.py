@@ -233,6 +233,7 @@ class Summary:
 
 
 def summarise(lines: Sequence[dict[str, Any]]) -> list[Summary]:
+    """The lines of each case, by mode, in the order of the case table."""
     return [
         Summary(case, {line["mode"]: line for line in lines if line["case"] == case.name})
         for case in testing.CASES

@@ -18,18 +18,22 @@ STRIDED = torch.strided  # a name of a module is found faster than an attribute 
 
 
 def wrong_value(operator: str, argument: str, wanted: str, got: object) -> ValueError:
+    """The error for a value: `moeroute.operator: argument must be wanted; got ...`."""
     return ValueError(f"moeroute.{operator}: {argument} must be {wanted}; got {got}")
 
 
 def wrong_type(operator: str, argument: str, wanted: str, got: object) -> TypeError:
+    """The error for an argument of another Python type."""
     return TypeError(f"moeroute.{operator}: {argument} must be {wanted}; got {type(got).__name__}")
 
 
 def wrong_host(operator: str, package: str, wanted: str, got: str) -> ImportError:
+    """The error for a host package that is absent or of another version."""
     return ImportError(f"moeroute.{operator}: {package} must be {wanted}; got {got}")
 
 
 def missing(operator: str, name: str, what: str) -> NotImplementedError:
+    """The error for a feature that this package lacks."""
     return NotImplementedError(f"moeroute.{operator}: {name} needs {what}, which this package lacks")
 
 
@@ -41,6 +45,7 @@ def wrong_shape(operator: str, argument: str, wanted: str, tensor: Tensor) -> Va
 
 
 def not_dense(operator: str, argument: str, tensor: Tensor) -> ValueError:
+    """The error for a sparse or nested tensor."""
     got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
     return wrong_value(operator, argument, "a dense tensor", got)
 
@@ -51,6 +56,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def wrong_dtype(operator: str, argument: str, wanted: str, tensor: Tensor) -> TypeError:
+    """The error for a tensor of another dtype."""
     return TypeError(f"moeroute.{operator}: {argument} must be {wanted}; got {tensor.dtype}")
 
 
@@ -108,6 +114,7 @@ def number(operator: str, argument: str, value: Any) -> float:
 
 
 def same_device(operator: str, first_argument: str, first: Tensor, argument: str, other: Tensor) -> None:
+    """Refuse two tensors on different devices."""
     if first.device != other.device:
         raise wrong_value(operator, argument, f"on {first.device}, as {first_argument}", other.device)
 
@@ -121,12 +128,14 @@ def finite_in(operator: str, argument: str, value: Any, dtype: torch.dtype) -> f
 
 
 def flag(operator: str, argument: str, value: Any) -> bool:
+    """A bool, and no number that is equal to one."""
     if value is not True and value is not False:
         raise wrong_type(operator, argument, "a bool", value)
     return bool(value)
 
 
 def float_dtype(operator: str, argument: str, value: Any, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
+    """One of the allowed floating-point dtypes."""
     known = isinstance(value, torch.dtype)
     if known and value in allowed:
         return value
@@ -137,6 +146,7 @@ def float_dtype(operator: str, argument: str, value: Any, allowed: tuple[torch.d
 
 
 def one_of(operator: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """One of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:  # an array compares element by element
         raise wrong_value(operator, argument, "one of " + ", ".join(map(repr, allowed)), repr(value))
     return value

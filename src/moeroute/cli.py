@@ -18,6 +18,7 @@ from moeroute import memory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """The command `moeroute`; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="moeroute", description="Mixture-of-Experts routing for PyTorch: the same bits on every device."
     )

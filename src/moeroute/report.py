@@ -52,6 +52,7 @@ def _number(line: dict[str, Any] | None, key: str, form: str) -> str:
 
 
 def print_bench(summaries: Sequence["Summary"], lines: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
+    """Print a benchmark's table and its extra lines."""
     from rich.console import Console
     from rich.table import Table
 

@@ -68,6 +68,7 @@ def _spoil(values: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def gating_checks(num_tokens: int, seed: int) -> Iterator[Check]:
+    """Every score, group rule and dtype of gating and its gradient."""
     generator = torch.Generator().manual_seed(seed)
     modes: tuple[dict[str, Any], ...] = (
         {"score": "softmax"},
@@ -127,6 +128,7 @@ def _gradient_check(name: str, logits: Tensor, ids: Tensor, mode: dict[str, Any]
 
 
 def plan_checks(num_tokens: int, experts: int, topk: int, seed: int) -> Iterator[Check]:
+    """Every constructor of plans, with its options."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, experts + 1, (num_tokens, topk), generator=generator)
     ids[0, :] = 2**40  # nobody's
@@ -191,6 +193,7 @@ def plan_checks(num_tokens: int, experts: int, topk: int, seed: int) -> Iterator
 
 
 def row_checks(num_tokens: int, experts: int, topk: int, hidden: int, seed: int) -> Iterator[Check]:
+    """Every row operator and its gradient, in every dtype and kind of plan."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(num_tokens, experts, generator=generator).topk(topk).indices
     ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
@@ -244,6 +247,7 @@ def row_checks(num_tokens: int, experts: int, topk: int, hidden: int, seed: int)
 
 
 def checks(seed: int = 0) -> Iterator[Check]:
+    """All checks, on inputs drawn from `seed`."""
     yield from gating_checks(19, seed)
     yield from plan_checks(37, 12, 3, seed)
     yield from plan_checks(300, 130, 6, seed)

@@ -157,6 +157,7 @@ def _linear(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = N
 
 
 def autocast_is_on(device: str) -> bool:
+    """Whether autocast is on for a type of device."""
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 

@@ -324,6 +324,7 @@ class Prototype:
 
 
 def in_python(kind: str) -> str:
+    """The type of an argument in the declarations that cffi reads."""
     return _IN_PYTHON.get(kind) or "uintptr_t"
 
 

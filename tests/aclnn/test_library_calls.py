@@ -1,6 +1,8 @@
 """The C library's calls one by one, in this process: what they do and what they refuse."""
 
 import ctypes
+import os
+import signal
 import threading
 from ctypes import byref, c_double, c_int64, c_uint32, c_uint64, c_void_p
 
@@ -253,3 +255,18 @@ def test_nothing_survives_the_end(loaded: Library) -> None:
         assert loaded.tensor((2,), None) is None
         loaded.fails(361001, "after aclFinalize", "aclDestroyTensor", case.grad)
         loaded.fails(100037, "without it", "aclFinalize")
+
+
+def test_a_python_process_forks(acl: Library) -> None:
+    """Python runs its own hooks; ours find that out and leave them alone."""
+    case = Permutation(acl)
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            status, executor = case.first()
+            status = status or acl.call(case.name, None, 0, executor, None)
+            os._exit(0 if status == 0 and case.result() == SUMS else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert case.result() == [-1.0] * 4, "the child's memory is its own"
+    assert case.first()[0] == 0

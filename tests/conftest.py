@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from case_ids import spelled
-from moeroute import backend as backends
+from moeroute import dispatch
 from moeroute.aclnn.library import build
 
 # No deadline: the first example compiles. Derandomised: the suite says the same thing every time.
@@ -35,10 +35,10 @@ def pytest_make_parametrize_id(val: object) -> str | None:
     return None if plain else spelled(val)[:80]
 
 
-@pytest.fixture(params=backends.NAMES)
+@pytest.fixture(params=dispatch.NAMES)
 def backend(request: pytest.FixtureRequest) -> str:
     """Every backend that the package has; one that cannot run here skips with the reason."""
-    reason = backends.unavailable(request.param)
+    reason = dispatch.unavailable(request.param)
     if reason is not None:
         pytest.skip(reason)
     return str(request.param)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from moeroute.ops.planning.op import RoutingPlan
+from moeroute.plan import RoutingPlan
 
 WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Fields = dict[str, Any]

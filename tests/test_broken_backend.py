@@ -17,8 +17,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
 import moeroute
-from moeroute import backend as backends
-from moeroute import cli, memory, testing
+from moeroute import cli, dispatch, memory, testing
 from moeroute.testing import TOLERANCES, assert_close_to_exact, assert_same_bits
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -81,9 +80,6 @@ def damages(part: Tensor) -> Iterator[Damage]:
         yield wrong_id
 
 
-ROOMS = ("gating", "planning", "permutation")
-
-
 @contextmanager
 def broken(backend: str, function: str, damage: Damage, part: int = 0) -> Iterator[None]:
     """The function of this backend returns something damaged; of several results one."""
@@ -99,7 +95,7 @@ def broken(backend: str, function: str, damage: Damage, part: int = 0) -> Iterat
 @contextmanager
 def wrapped(backend: str, function: str, change: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
     """What the function of this backend returns goes through `change`, as a list."""
-    (module,) = (m for m in (backends.module(room, backend) for room in ROOMS) if hasattr(m, function))
+    (module,) = (m for m in (dispatch.module(room, backend) for room in dispatch.ROOMS) if hasattr(m, function))
     honest = getattr(module, function)
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -214,13 +210,17 @@ CALLS: dict[str, Callable[[str], Any]] = {
 
 
 def test_no_function_is_forgotten() -> None:
-    if (reason := backends.unavailable("cpu")) is not None:
+    if (reason := dispatch.unavailable("cpu")) is not None:
         pytest.skip(reason)
     functions = set()
-    for room in ROOMS:
-        module = backends.module(room, "cpu")
-        members = inspect.getmembers(module, inspect.isfunction)
-        functions |= {name for name, f in members if f.__module__ == module.__name__ and not name.startswith("_")}
+    for room in dispatch.ROOMS:
+        offered = []
+        for module in (dispatch.module(room, "cpu"), dispatch.module(room, "reference")):
+            members = inspect.getmembers(module, inspect.isfunction)
+            offered.append(
+                {name for name, f in members if f.__module__ == module.__name__ and not name.startswith("_")}
+            )
+        functions |= offered[0] & offered[1]
     assert functions == set(CALLS)
 
 
@@ -255,7 +255,7 @@ def test_same_bits_catches_every_damage(subtests: pytest.Subtests, backend: str,
     ],
 )
 def test_verify_catches_it(function: str, damage: Damage, part: int, capsys: pytest.CaptureFixture[str]) -> None:
-    if (reason := backends.unavailable("cpu")) is not None:
+    if (reason := dispatch.unavailable("cpu")) is not None:
         pytest.skip(reason)
     only = {"combine": "unpermute ids", "spread": "permute map", "spread_dots": "unpermute_backward ids"}
     name = only.get(function, function.removeprefix("plan_").removesuffix("_backward"))
@@ -265,7 +265,7 @@ def test_verify_catches_it(function: str, damage: Damage, part: int, capsys: pyt
 
 
 def test_verify_is_content_where_nothing_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
-    if (reason := backends.unavailable("cpu")) is not None:
+    if (reason := dispatch.unavailable("cpu")) is not None:
         pytest.skip(reason)
     assert cli.main(["verify", "--backend", "cpu"]) == 0
     assert "same bits as the reference" in capsys.readouterr().out
@@ -339,7 +339,7 @@ def test_gradgradcheck_catches_a_broken_second_derivative(function: str, damage:
     ids=["a row too few", "another dtype", "other strides", "an input changed"],
 )
 def test_opcheck_catches_a_broken_contract(backend: str, damage: Damage) -> None:
-    arguments = (ROWS, None, PLAN.row_of_slot, PLAN.slot_of_row, None, PLAN.num_tokens, backend)
+    arguments = (ROWS, None, *PLAN.tensors, backend)
     torch.library.opcheck(torch.ops.moeroute.combine.default, arguments)
     before = ROWS.clone()
     try:

@@ -33,7 +33,7 @@ def test_info_says_why_a_backend_is_missing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons = {"cpu": "the package numba is not installed"}
-    monkeypatch.setattr("moeroute.backend.unavailable", reasons.get)
+    monkeypatch.setattr("moeroute.dispatch.unavailable", reasons.get)
     assert cli.main(["info"]) == 0
     assert "not available: the package numba is not installed" in capsys.readouterr().out
 

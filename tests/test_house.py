@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 import moeroute
-from moeroute import backend as backends
-from moeroute import nn
+from moeroute import dispatch, nn
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "moeroute"
-ROOMS = ("gating", "planning", "permutation")  # along the data path
+ROOMS = dispatch.ROOMS
 
 
 def name_of(file: Path) -> str:
@@ -34,35 +33,53 @@ TREES = {name_of(file): ast.parse(file.read_text()) for file in sorted(PACKAGE.r
 
 # A module imports from the floors below it only.
 FLOORS = (
-    ("check", "ops.cache", "ops.simd", "ops.tiles"),
-    ("backend", "memory", "ops.launch"),
-    ("ops.rows", "ops.registration"),
-    ("ops.differentiation", "ops.balance", "ops.group_topk", "ops.quantization", "ops.replicas", "ops.special_experts"),
-    ("ops.grouped", "ops.router_product", "ops.gating.reference", "ops.gating.numba_cpu", "ops.gating.triton_gpu"),
-    ("ops.gating.op",),
-    ("ops.planning.reference", "ops.planning.numba_cpu", "ops.planning.triton_gpu"),
-    ("ops.planning.op",),
-    ("ops.permutation.reference", "ops.permutation.numba_cpu", "ops.permutation.triton_gpu"),
-    ("ops.permutation.op",),
+    ("dtypes", "ops.numba_kit.cache"),
+    ("check", "ops.numba_kit.pointers", "ops.numba_kit.helpers", "ops.triton_kit"),
+    ("dispatch", "memory", "plan", "ops.numba_kit.blocks", "ops.numba_kit.floats"),
+    ("ops.numba_kit.lanes", "ops.numba_kit.launch"),
+    ("ops.layout", "ops.registration", "ops.numba_kit.row_sums", "ops.numba_kit.elementary", "ops.numba_kit.slots"),
+    ("ops.differentiation", "ops.balance", "ops.group_topk", "ops.quantization", "ops.replicas"),
+    ("ops.register", "ops.grouped", "ops.router_product"),
+    *((f"ops.{room}.*", f"ops.{room}.op") for room in ROOMS),
+    ("permutation", "ops.special_experts"),
     ("",),  # the package: its names for users
     ("nn", "testing"),
-    ("bench", "verify"),
+    ("interop.hosts",),
+    ("bench", "verify", "interop", "interop.huggingface"),
     ("report",),
     ("cli",),
     ("__main__",),
 )
-FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
-# The aclnn package stands where nn does, other hosts' names right above it; the files of each are among themselves.
+
+
+def floors() -> dict[str, float]:
+    """The floor of every module. In a room: kernels, then the backends' launchers, then op.py."""
+    found: dict[str, float] = {}
+    for number, floor in enumerate(FLOORS):
+        for name in floor:
+            if name.endswith(".*"):
+                for module in TREES:
+                    if module.startswith(name[:-1]):
+                        file = module.split(".")[-1]
+                        found[module] = number + (
+                            0.5 if file in BACKENDS else 0.7 if file == "common" else 0.1 if "backward" in file else 0
+                        )
+            else:
+                found[name] = number + (0.9 if name.endswith(".op") else 0)
+    return found
+
+
+BACKENDS = ("reference", "on_numba", "on_triton")
+FLOOR = floors()
+# The aclnn package stands where nn does; its own files are among themselves.
 ACLNN = [name for name in TREES if name.split(".")[0] == "aclnn"]
-INTEROP = [name for name in TREES if name.split(".")[0] == "interop"]
-FLOOR |= dict.fromkeys(ACLNN, FLOOR["nn"]) | dict.fromkeys(INTEROP, FLOOR["bench"])
-EMPTY = ("ops", *(f"ops.{room}" for room in ROOMS))
+FLOOR |= dict.fromkeys(ACLNN, FLOOR["nn"])
+EMPTY = ("ops", "ops.numba_kit", *(f"ops.{room}" for room in ROOMS))
 # Of our own, an implementation needs these and no more: a reference shares no code with what it judges.
 NEEDS = {
-    "reference": {"check"},
-    "numba_cpu": {"check", "memory", "ops.launch", "ops.rows", "ops.simd"},
-    "triton_gpu": {"check", "ops.tiles"},
-    "op": {"check", "backend", "ops.differentiation", "ops.registration", "ops.planning.op"},
+    "reference": r"check|dtypes|plan|ops\.\w+\.reference",
+    "on_numba": r"check|dtypes|memory|plan|ops\.layout|ops\.numba_kit\.\w+|ops\.\w+\.\w*numba\w*",
+    "on_triton": r"check|dtypes|plan|ops\.layout|ops\.triton_kit|ops\.\w+\.\w*triton\w*",
 }
 
 
@@ -93,47 +110,112 @@ def test_every_module_has_its_floor() -> None:
 @pytest.mark.parametrize("name", [name for name in TREES if name not in EMPTY], ids=lambda name: name or "moeroute")
 def test_arrows_point_down(name: str) -> None:
     for imported in imports_of(name):
-        if any(name in package and imported in package for package in (ACLNN, INTEROP)):
+        if name in ACLNN and imported in ACLNN:
             continue
         assert FLOOR[imported] < FLOOR[name], f"moeroute.{name} imports moeroute.{imported}"
     last = name.split(".")[-1]
     if last in NEEDS:
-        assert imports_of(name) <= NEEDS[last]
+        for imported in imports_of(name):
+            assert re.fullmatch(NEEDS[last], imported), f"moeroute.{name} imports moeroute.{imported}"
     elif name:
-        assert not any(i.endswith((".reference", ".numba_cpu", ".triton_gpu")) for i in imports_of(name)), (
-            "backend.py loads those"
-        )
+        assert not any(i.endswith(BACKENDS) for i in imports_of(name)), "dispatch.py loads those"
 
 
-@pytest.mark.parametrize(
-    "packages, own, file",
-    [
-        (("numba", "llvmlite"), {"ops.cache", "ops.simd", "ops.launch"}, "numba_cpu"),
-        (("triton",), {"ops.tiles"}, "triton_gpu"),
-    ],
-)
-def test_only_its_backend_knows_a_compiler(packages: tuple[str, ...], own: set[str], file: str) -> None:
-    knows = {
-        name
-        for name, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for package in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
-        if package.split(".")[0] in packages
-    }
-    assert knows == {*own, *(f"ops.{room}.{file}" for room in ROOMS)}
+def imported_packages(name: str) -> set[str]:
+    """The packages that a module imports, ours and others', imports by a string included."""
+    found = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return {module.split(".")[0] for module in found}
+
+
+@pytest.mark.parametrize("package, where", [("numba", "numba"), ("llvmlite", "numba"), ("triton", "triton")])
+def test_only_its_backend_knows_a_compiler(package: str, where: str) -> None:
+    knows = {name for name in TREES if package in imported_packages(name)}
+    assert knows
+    assert not (strangers := {name for name in knows if where not in name}), strangers
 
 
 # ---------------------------------------------------------------------------- rooms
 
 
-def functions_of(name: str) -> dict[str, ast.FunctionDef]:
+def functions_of(name: str, private: bool = False) -> dict[str, ast.FunctionDef]:
     """The public functions of a module, kernels left out (they are decorated)."""
     return {
         node.name: node
         for node in TREES[name].body
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not node.decorator_list
+        if isinstance(node, ast.FunctionDef) and (private or not node.name.startswith("_")) and not node.decorator_list
     }
+
+
+def module_path(name: str) -> Path:
+    return PACKAGE / (name.replace(".", "/") + ".py")
+
+
+KERNEL_FILES = [name for name in TREES if re.fullmatch(r"ops\.\w+\.\w*(numba|triton)\w*", name)]
+GENERATED = {"numba_kit"}  # rooms that hold what kernels are made of, no kernels
+
+
+def kernels_of(name: str) -> dict[str, ast.FunctionDef]:
+    """The functions of a module with a decorator: kernels and their helpers."""
+    return {n.name: n for n in TREES[name].body if isinstance(n, ast.FunctionDef) and n.decorator_list}
+
+
+@pytest.mark.parametrize("name", KERNEL_FILES)
+def test_kernels_are_launched_by_keyword(name: str) -> None:
+    """A launch names every argument: two swapped pointers of one type would be silent memory corruption."""
+    for function in functions_of(name, private=True).values():
+        for call in (n for n in ast.walk(function) if isinstance(n, ast.Call)):
+            called = ast.unparse(call.func)
+            if called == "launch":  # Triton: the kernel and the number of programs, then names
+                assert len(call.args) == 2, ast.unparse(call)
+            elif called in kernels_of(name) or called in launched_elsewhere(name):
+                assert len(call.args) == 1, ast.unparse(call)  # Numba: the key, then names
+
+
+def launched_elsewhere(name: str) -> set[str]:
+    """Kernels that a launcher file imports."""
+    found = set()
+    for node in TREES[name].body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("moeroute.ops."):
+            module = (node.module or "").removeprefix("moeroute.")
+            if module in KERNEL_FILES and "numba" in module:
+                for alias in node.names:
+                    decorated = kernels_of(module).get(alias.name)
+                    if decorated and "kernel" in ast.unparse(decorated.decorator_list[0]):
+                        found.add(alias.name)
+    return found
+
+
+@pytest.mark.parametrize("name", KERNEL_FILES)
+def test_kernel_files_raise_nothing(name: str) -> None:
+    assert not [n.lineno for n in ast.walk(TREES[name]) if isinstance(n, ast.Raise)]
+
+
+def test_one_loop_over_threads_serves_all_kernels() -> None:
+    users = {name for name, tree in TREES.items() if any(getattr(n, "id", "") == "prange" for n in ast.walk(tree))}
+    assert users == {"ops.numba_kit.launch"}
+
+
+def asked_of(room: str) -> set[str]:
+    """The functions that a room's op.py, or a composition above it, asks a backend for."""
+    return {
+        node.attr
+        for name in (f"ops.{room}.op", "permutation")
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call)
+    }
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_what_a_caller_may_write_into_is_keyword_only(room: str) -> None:
+    for file in BACKENDS:
+        for name in asked_of(room):
+            function = functions_of(f"ops.{room}.{file}").get(name)
+            assert function is None or "out" not in [a.arg for a in function.args.args], f"{room}.{file}.{name}"
 
 
 def signature_of(function: ast.FunctionDef) -> str:
@@ -146,15 +228,16 @@ def signature_of(function: ast.FunctionDef) -> str:
     return ast.unparse(bare.args)
 
 
-@pytest.mark.parametrize("file", ["numba_cpu", "triton_gpu"])
+@pytest.mark.parametrize("file", ["on_numba", "on_triton"])
 @pytest.mark.parametrize("room", ROOMS)
 def test_all_implementations_offer_the_same(room: str, file: str) -> None:
+    """What op.py asks a backend for: the same names and parameters in each."""
     reference, other = functions_of(f"ops.{room}.reference"), functions_of(f"ops.{room}.{file}")
-    assert other
-    for name, function in other.items():
-        assert name in reference, f"{room}: the reference has no {name}"
-        assert signature_of(function) == signature_of(reference[name]), f"{room}: {name}"
-    assert functions_of(f"ops.{room}.numba_cpu").keys() == other.keys()
+    common = asked_of(room) & reference.keys()
+    assert common
+    for name in common:
+        assert name in other, f"{room}: {file} has no {name}"
+        assert signature_of(other[name]) == signature_of(reference[name]), f"{room}: {name}"
 
 
 # ---------------------------------------------------------------------------- public names
@@ -286,7 +369,7 @@ def code_of(function: object, types: tuple[object, ...]) -> str:
     """
     import numba
 
-    body = numba.njit(nogil=True, error_model="numpy")(function)
+    body = numba.njit(nogil=True, error_model="numpy", no_cfunc_wrapper=True)(function)
     body.compile(types)
     (code,) = body.inspect_llvm().values()
     functions = re.findall(r"^define .*?^}", code, re.MULTILINE | re.DOTALL)
@@ -297,13 +380,13 @@ def code_of(function: object, types: tuple[object, ...]) -> str:
 
 def kernels() -> Iterator[tuple[str, int, int]]:
     """Every kernel for its first dtype, which is float32 or int32, and two of them for all."""
-    if backends.unavailable("cpu") is None:
-        from moeroute.ops.launch import Kernel
+    if dispatch.unavailable("cpu") is None:
+        from moeroute.ops.numba_kit.launch import Kernel
 
         for room in ROOMS:
-            backends.module(room, "cpu")
+            dispatch.module(room, "cpu")
         for number, kernel in enumerate(Kernel.every):
-            widths = len(kernel.keys) if kernel.name in ("combine_weighted_body", "spread_dots_body") else 1
+            widths = len(kernel.keys) if kernel.name in ("combine_weighted", "spread_dots_kernel") else 1
             for key in range(widths):
                 yield f"{kernel.name} {kernel.keys[key]}", number, key
 
@@ -315,10 +398,10 @@ KERNELS = list(kernels())
 def test_kernels_compute_in_float32_and_round_every_operation(number: int, key: int) -> None:
     from numba import int64
 
-    from moeroute.ops.launch import Kernel
+    from moeroute.ops.numba_kit.launch import RECORD, Kernel
 
     kernel = Kernel.every[number]
-    code = code_of(kernel._functions[0].py_func, (*kernel._signature(kernel.keys[key]), int64, int64))
+    code = code_of(kernel.entry(kernel.keys[key]), (RECORD, int64, int64))
     for forbidden in (DOUBLE, LOOSE):
         lines = [line.strip() for line in code.splitlines() if forbidden.search(line)]
         assert not lines, lines[:5]
@@ -341,7 +424,7 @@ def test_the_look_at_the_code_finds_what_it_looks_for() -> None:
     def calls_fast(x):  # type: ignore[no-untyped-def]
         return fast(x)
 
-    assert {"gating_body", "plan_serial_body", "combine_body"} <= {name.split()[0] for name, _, _ in KERNELS}
+    assert {"gating_forward", "plan_serial", "combine_plain"} <= {name.split()[0] for name, _, _ in KERNELS}
     code = code_of(calls_fast, (numba.float32,))
     assert LOOSE.search(code)
     assert not DOUBLE.search(code)

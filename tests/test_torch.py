@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import moeroute
-from moeroute import backend as backends
+from moeroute import dispatch
 from moeroute.nn import MoE
 from moeroute.testing import assert_same_bits
 from small_cases import present
@@ -46,27 +46,24 @@ def plans() -> list[moeroute.RoutingPlan]:
 def test_opcheck(which: int, dtype: torch.dtype) -> None:
     """Schema, fake kernel, autograd registration and AOT dispatch of every operator, B85 included."""
     plan = plans()[which]
-    index = (plan.row_of_slot, plan.slot_of_row, plan.slot_offsets)
     x = torch.randn(plan.num_tokens, 8, dtype=dtype, requires_grad=True)
     rows = torch.randn(plan.num_rows, 8, dtype=dtype, requires_grad=True)
     slots = torch.rand(plan.num_slots, requires_grad=True)
     ops = torch.ops.moeroute
     for operator, arguments in (
-        (ops.spread, (x, None, *index, None)),
-        (ops.spread, (x, slots, *index, None)),
-        (ops.combine, (rows, None, *index, plan.num_tokens, None)),
-        (ops.combine, (rows, slots, *index, plan.num_tokens, None)),
-        (ops.row_dots, (rows, x, *index, torch.float32, None)),
-        (ops.spread_dots, (x, rows, slots, *index, None)),
+        (ops.spread, (x, None, *plan.tensors, None)),
+        (ops.spread, (x, slots, *plan.tensors, None)),
+        (ops.combine, (rows, None, *plan.tensors, None)),
+        (ops.combine, (rows, slots, *plan.tensors, None)),
+        (ops.row_dots, (rows, x, *plan.tensors, torch.float32, None)),
+        (ops.spread_dots, (x, rows, slots, *plan.tensors, None)),
         (ops.take, (slots, plan.slot_of_row, plan.row_of_slot, None)),
     ):
         torch.library.opcheck(operator, arguments)
     if plan.expert_of_slot is not None:
         weights = torch.rand(plan.num_tokens, 4, requires_grad=True)
-        torch.library.opcheck(ops.slot_weights, (weights, plan.expert_of_slot, plan.slot_offsets, None))
-        torch.library.opcheck(
-            ops.slot_weights_backward, (slots, plan.expert_of_slot, plan.slot_offsets, plan.num_tokens, 4, True, None)
-        )
+        torch.library.opcheck(ops.slot_weights, (weights, *plan.tensors, None))
+        torch.library.opcheck(ops.slot_weights_backward, (slots, *plan.tensors, 4, True, None))
 
 
 def layer(tokens: Tensor, logits: Tensor, num_rows: int | None = None) -> Tensor:
@@ -622,7 +619,7 @@ def test_python_threads() -> None:
 
 FOUR_THREADS = """
 import threading, torch, moeroute
-from moeroute.ops import launch
+from moeroute.ops.numba_kit import launch
 plan = moeroute.plan_from_expert_ids(torch.randint(8, (600, 4)), 8)
 tokens = torch.randn(600, 500)
 expected = moeroute.permute(tokens, plan)
@@ -711,9 +708,9 @@ def test_data_loader_workers() -> None:
 
 
 def test_the_reason_of_a_backend_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.FILES, "mine", "mine")
-    assert backends.unavailable("mine") is None
-    assert backends.unavailable("nobody") == "there is no backend of this name"
+    monkeypatch.setitem(dispatch.FILES, "mine", "mine")
+    assert dispatch.unavailable("mine") is None
+    assert dispatch.unavailable("nobody") == "there is no backend of this name"
 
 
 IMPORT = """
@@ -758,7 +755,7 @@ from numba.core.caching import CacheImpl
 CacheImpl._locator_classes = []  # as where no folder can be written
 from moeroute import cli
 {call}
-from moeroute.ops import launch
+from moeroute.ops.numba_kit import launch
 assert launch.cache_folder() is None
 cli.main(["info"])
 """

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 import moeroute
-from moeroute import backend as backends
-from moeroute import verify
+from moeroute import dispatch, verify
 from moeroute.testing import assert_same_bits
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -107,8 +106,8 @@ def test_a_map_reads_one_size_back_or_none(read_back: list[str], options: dict[s
 def fresh_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that backend.py found out earlier."""
     for name in ("_chosen", "_implementations"):
-        monkeypatch.setattr(backends, name, {})
-    monkeypatch.setattr(backends, "_reasons", {name: None for name in ("reference", "cpu")})
+        monkeypatch.setattr(dispatch, name, {})
+    monkeypatch.setattr(dispatch, "_reasons", {name: None for name in ("reference", "cpu")})
 
 
 def permute_on(backend: str) -> None:
@@ -166,21 +165,21 @@ def test_a_device_that_it_cannot_serve_is_named(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (7, 5))
     monkeypatch.setattr("torch.version.hip", None)
     with pytest.raises(ValueError, match=message):
-        backends.choose("moeroute.permute", "triton", torch.device(device))
+        dispatch.choose("moeroute.permute", "triton", torch.device(device))
     # Unasked, such a device gets the reference.
-    assert backends.choose("moeroute.permute", None, torch.device(device)) == "reference"
+    assert dispatch.choose("moeroute.permute", None, torch.device(device)) == "reference"
 
 
 def test_devices_get_triton_unasked(monkeypatch: pytest.MonkeyPatch, fresh_answers: None) -> None:
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("torch.version.hip", None)
     device = torch.device("cuda:0")
-    assert backends.choose("moeroute.permute", None, device, torch.bfloat16) == "triton"
-    assert backends.choose("moeroute.permute", None, device, torch.float64) == "reference"
+    assert dispatch.choose("moeroute.permute", None, device, torch.bfloat16) == "triton"
+    assert dispatch.choose("moeroute.permute", None, device, torch.float64) == "reference"
     with pytest.raises(ValueError, match=r"backend must be 'reference' for torch\.float64; got 'triton'"):
-        backends.choose("moeroute.permute", "triton", device, torch.float64)
+        dispatch.choose("moeroute.permute", "triton", device, torch.float64)
     with pytest.raises(ValueError, match="backend must be one that serves cuda:0; got 'cpu'"):
-        backends.choose("moeroute.permute", "cpu", device)
+        dispatch.choose("moeroute.permute", "cpu", device)
 
 
 # ---------------------------------------------------------------------------- the check for machines with a GPU

@@ -84,9 +84,9 @@ def recorded(few: bool) -> list[Any]:
     """One of each kernel, types of arguments, absence of tensors and constants; or so that each occurs."""
     import launch_cases
     import specialisations
-    from moeroute.ops import tiles
+    from moeroute.ops import triton_kit
 
-    tiles.ASCEND = True
+    triton_kit.ASCEND = True
     launches = specialisations.record("sm_90", launch_cases.cases())
     if few:
         return specialisations.cover(launches)

@@ -43,8 +43,7 @@ except ModuleNotFoundError:
 from torch import Tensor
 
 import moeroute
-from moeroute import backend as backends
-from moeroute import verify
+from moeroute import dispatch, verify
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 
 DEADLINE = 280.0  # seconds; later steps are left out, and said to be
@@ -72,7 +71,7 @@ class Setting:
     @property
     def measure(self) -> str:
         """The backend that the device is compared with, on the CPU."""
-        return "cpu" if backends.unavailable("cpu") is None else "reference"
+        return "cpu" if dispatch.unavailable("cpu") is None else "reference"
 
     def random(self, *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
         """The same numbers on every device."""
@@ -496,7 +495,7 @@ def main() -> int:
     if not chosen.rehearse and not torch.cuda.is_available():
         print("cannot start: torch sees no CUDA or ROCm device; --rehearse runs on the CPU, in Triton's interpreter")
         return 2
-    if (reason := backends.unavailable("triton")) is not None:
+    if (reason := dispatch.unavailable("triton")) is not None:
         print(f"cannot start: {reason}")
         return 2
     device = torch.device("cpu") if chosen.rehearse else torch.device("cuda", torch.cuda.current_device())

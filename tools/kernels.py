@@ -20,7 +20,7 @@ import torch
 import launch_cases
 import machine_code
 import specialisations
-from launch_cases import integers, matrix, vector
+from launch_cases import matrix, plan_tensors, vector
 from machine_code import Compiled
 from specialisations import TARGETS, Specialisation
 
@@ -63,24 +63,24 @@ class Typical:
 
 def typical() -> Iterator[Typical]:
     """The cases of the roofline table."""
-    from moeroute.ops.gating import triton_gpu as gating
-    from moeroute.ops.permutation import triton_gpu as permutation
-    from moeroute.ops.planning import triton_gpu as planning
+    from moeroute.ops.gating import on_triton as gating
+    from moeroute.ops.planning import on_triton as planning
+    from moeroute.ops.rows import on_triton as rows
 
     bfloat16, float32 = torch.bfloat16, torch.float32
     for tokens, topk, hidden in ((8192, 8, 7168), (16384, 2, 4096)):
         shape, slots, row = f"({tokens}, {topk}, {hidden})", tokens * topk, 2 * hidden
 
         def combine(tokens: int = tokens, slots: int = slots, hidden: int = hidden) -> None:
-            permutation.combine(matrix(slots, hidden, bfloat16), vector(slots, float32), integers(slots), None, tokens)
+            rows.combine(matrix(slots, hidden, bfloat16), vector(slots, float32), plan_tensors(slots, tokens=tokens))
 
         def spread(tokens: int = tokens, slots: int = slots, hidden: int = hidden) -> None:
-            permutation.spread(matrix(tokens, hidden, bfloat16), None, integers(slots), integers(slots), None)
+            rows.spread(matrix(tokens, hidden, bfloat16), None, plan_tensors(slots, tokens=tokens))
 
         def fused(tokens: int = tokens, slots: int = slots, hidden: int = hidden) -> None:
-            permutation.spread_dots(
+            rows.spread_dots(
                 matrix(tokens, hidden, bfloat16), matrix(slots, hidden, bfloat16), vector(slots, float32),
-                integers(slots), integers(slots), None,
+                plan_tensors(slots, tokens=tokens),
             )  # fmt: skip
 
         yield Typical(f"combine, weighted, {shape}", (slots + tokens) * row + 8 * slots, "(TK + T)·2H + 8TK", combine)
@@ -93,13 +93,13 @@ def typical() -> Iterator[Typical]:
     def gate() -> None:
         gating.gating_topk(
             matrix(tokens, experts, float32), vector(experts, float32), None, topk, "sigmoid", 1, 1, "max", True, 1.0,
-            1e-20, float32, None,
+            1e-20, float32,
         )  # fmt: skip
 
     def gate_backward() -> None:
         gating.gating_topk_backward(
             matrix(tokens, experts, float32), matrix(tokens, topk, float32), matrix(tokens, topk, torch.int32), None,
-            "sigmoid", True, 1.0, 1e-20, float32, None,
+            "sigmoid", True, 1.0, 1e-20, float32,
         )  # fmt: skip
 
     def plan() -> None:
@@ -249,7 +249,7 @@ def page(done: list[Compiled], cases: list[Typical]) -> str:
     for (kernel, target), found in groups.items():
         largest = (max(getattr(one, what) for one in found) for what in ("registers", "shared", "spilled", "local"))
         faults = sum(bool(one.faults) for one in found)
-        room, name = kernel.removeprefix("moeroute.ops.").replace(".triton_gpu", "").split(":")
+        room, name = kernel.removeprefix("moeroute.ops.").replace(".on_triton", "").split(":")
         values = " | ".join(map(str, largest))
         lines.append(
             f"| {room}: `{name}` | {target} | {len(found)} | {values} | {f'{faults} at fault' if faults else ''} |"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeroute.plan import PlanTensors
 from specialisations import Case
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -74,25 +75,28 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax")
 integers = partial(vector, dtype=torch.int32)
 
 
-def permutation_cases() -> Iterator[Case]:
-    """Calls of the launchers in permutation/triton_gpu.py."""
-    from moeroute.ops.permutation import triton_gpu
+def plan_tensors(slots: int, ragged: bool = False, experts: bool = True, tokens: int = TOKENS) -> PlanTensors:
+    """A plan with as many rows as slots."""
+    offsets = integers(tokens + 1) if ragged else None
+    return PlanTensors(integers(slots), integers(slots), offsets, integers(slots) if experts else None, tokens)
 
-    def offsets(ragged: bool) -> Tensor | None:
-        return integers(TOKENS + 1) if ragged else None
+
+def permutation_cases() -> Iterator[Case]:
+    """Calls of the launchers in rows/on_triton.py and weights/on_triton.py."""
+    from moeroute.ops.rows import on_triton
+    from moeroute.ops.weights import on_triton as on_triton_weights
 
     def combine(
         dtype: torch.dtype, weights: torch.dtype | None, hidden: int, topk: int, starts: int, layout: str, bias: bool,
         ragged: bool, out: str | None,
     ) -> None:  # fmt: skip
         slots = TOKENS * topk
-        triton_gpu.combine(
+        on_triton.combine(
             matrix(slots, hidden, dtype, layout), None if weights is None else vector(slots, weights),
-            integers(slots), offsets(ragged), TOKENS,
+            plan_tensors(slots, ragged),
             init=matrix(TOKENS, hidden, dtype, layout) if starts else None,
             init_more=matrix(TOKENS, hidden, dtype, layout) if starts > 1 else None,
             bias=matrix(EXPERTS, hidden, dtype) if bias else None,
-            expert_of_slot=integers(slots) if bias else None,
             out=None if out is None else matrix(TOKENS, hidden, dtype, out),
         )  # fmt: skip
 
@@ -106,9 +110,9 @@ def permutation_cases() -> Iterator[Case]:
         out: str | None,
     ) -> None:  # fmt: skip
         slots = TOKENS * topk
-        triton_gpu.spread(
+        on_triton.spread(
             matrix(TOKENS, hidden, dtype, layout), None if weights is None else vector(slots, weights),
-            integers(slots), integers(slots), offsets(ragged),
+            plan_tensors(slots, ragged),
             out=None if out is None else matrix(slots, hidden, dtype, out),
         )  # fmt: skip
 
@@ -120,10 +124,9 @@ def permutation_cases() -> Iterator[Case]:
         dtype: torch.dtype, dots: torch.dtype, hidden: int, topk: int, layout: str, ragged: bool, bias: bool
     ) -> None:
         slots = TOKENS * topk
-        triton_gpu.row_dots(
-            matrix(slots, hidden, dtype, layout), matrix(TOKENS, hidden, dtype, layout), integers(slots),
-            offsets(ragged), dots, bias=matrix(EXPERTS, hidden, dtype) if bias else None,
-            expert_of_slot=integers(slots) if bias else None,
+        on_triton.row_dots(
+            matrix(slots, hidden, dtype, layout), matrix(TOKENS, hidden, dtype, layout),
+            plan_tensors(slots, ragged), dots, bias=matrix(EXPERTS, hidden, dtype) if bias else None,
         )  # fmt: skip
 
     yield from over(
@@ -135,9 +138,9 @@ def permutation_cases() -> Iterator[Case]:
         dtype: torch.dtype, weights: torch.dtype, hidden: int, topk: int, layout: str, ragged: bool, out: str | None
     ) -> None:
         slots = TOKENS * topk
-        triton_gpu.spread_dots(
+        on_triton.spread_dots(
             matrix(TOKENS, hidden, dtype, layout), matrix(slots, hidden, dtype, layout), vector(slots, weights),
-            integers(slots), integers(slots), offsets(ragged),
+            plan_tensors(slots, ragged),
             out=(None, None) if out is None else (matrix(slots, hidden, dtype, out), vector(slots, weights)),
         )  # fmt: skip
 
@@ -147,15 +150,15 @@ def permutation_cases() -> Iterator[Case]:
     )  # fmt: skip
 
     def take(dtype: torch.dtype, size: int, layout: str) -> None:
-        triton_gpu.take(vector(size, dtype, layout), integers(size))
+        on_triton_weights.take(vector(size, dtype, layout), integers(size))
 
     yield from over(
         take, dtype=(*FLOATS, torch.uint8, torch.int64), size=(1, 16, 5000), layout=("side by side", "askew")
     )
 
     def slot_weights(dtype: torch.dtype, experts: int, topk: int, ragged: bool, layout: str) -> None:
-        triton_gpu.slot_weights(
-            matrix(TOKENS, experts, dtype, layout), integers(TOKENS * topk), offsets(ragged)
+        on_triton_weights.slot_weights(
+            matrix(TOKENS, experts, dtype, layout), plan_tensors(TOKENS * topk, ragged)
         )  # fmt: skip
 
     experts = (1, 8, 60, 256, 8192)
@@ -166,8 +169,8 @@ def permutation_cases() -> Iterator[Case]:
     def slot_weights_backward(
         dtype: torch.dtype, experts: int, topk: int, ragged: bool, accumulate: bool, out: str | None
     ) -> None:
-        triton_gpu.slot_weights_backward(
-            vector(TOKENS * topk, dtype), integers(TOKENS * topk), offsets(ragged), TOKENS, experts, accumulate,
+        on_triton_weights.slot_weights_backward(
+            vector(TOKENS * topk, dtype), plan_tensors(TOKENS * topk, ragged), experts, accumulate,
             out=None if out is None else matrix(TOKENS, experts, dtype, out),
         )  # fmt: skip
 
@@ -178,8 +181,8 @@ def permutation_cases() -> Iterator[Case]:
 
 
 def gating_cases() -> Iterator[Case]:
-    """Calls of the launchers in gating/triton_gpu.py."""
-    from moeroute.ops.gating import triton_gpu
+    """Calls of the launchers in gating/on_triton.py."""
+    from moeroute.ops.gating import on_triton
 
     def gating_topk(
         experts: int, groups: int, k: int, score: str, dtype: torch.dtype, bias: torch.dtype | None,
@@ -189,11 +192,11 @@ def gating_cases() -> Iterator[Case]:
         kept = max(groups // 2, 1)
         if given is None:
             k = min(k, experts // groups * kept)
-        triton_gpu.gating_topk(
+        on_triton.gating_topk(
             matrix(TOKENS, experts, dtype, layout), None if bias is None else vector(experts, bias),
             None if given is None else matrix(TOKENS, k, given, layout), k, score, groups, kept, group_score,
             renormalize, 1.0, 1e-20, weights,
-            (matrix(TOKENS, k, weights, layout), matrix(TOKENS, k, torch.int32, layout),
+            out=(matrix(TOKENS, k, weights, layout), matrix(TOKENS, k, torch.int32, layout),
              matrix(TOKENS, experts, torch.float32, layout)) if out else None,
         )  # fmt: skip
 
@@ -209,10 +212,10 @@ def gating_cases() -> Iterator[Case]:
         experts: int, k: int, score: str, grad: torch.dtype, ids: torch.dtype, used: bool, renormalize: bool,
         dtype: torch.dtype, layout: str, out: bool,
     ) -> None:  # fmt: skip
-        triton_gpu.gating_topk_backward(
+        on_triton.gating_topk_backward(
             matrix(TOKENS, experts, torch.float32, layout), matrix(TOKENS, k, grad, layout),
             matrix(TOKENS, k, ids, layout), matrix(TOKENS, experts, torch.float32, layout) if used else None, score,
-            renormalize, 1.0, 1e-20, dtype, matrix(TOKENS, experts, dtype, layout) if out else None,
+            renormalize, 1.0, 1e-20, dtype, out=matrix(TOKENS, experts, dtype, layout) if out else None,
         )  # fmt: skip
 
     yield from over(
@@ -223,8 +226,10 @@ def gating_cases() -> Iterator[Case]:
 
 
 def planning_cases() -> Iterator[Case]:
-    """Calls of the launchers in planning/triton_gpu.py."""
-    from moeroute.ops.planning import triton_gpu
+    """Calls of the launchers in planning, maps and indices."""
+    from moeroute.ops.indices import on_triton as on_triton_indices
+    from moeroute.ops.maps import on_triton as on_triton_maps
+    from moeroute.ops.planning import on_triton
 
     ids_dtypes = (torch.int32, torch.int64, torch.int8, torch.uint8, torch.int16)
     straight = ("side by side", "askew")
@@ -237,9 +242,9 @@ def planning_cases() -> Iterator[Case]:
         ids: torch.dtype, slots: int, experts: int, weights: torch.dtype | None, capacity: int | None,
         segment: int | None, align: int, num_rows: int | None, layout: str, out: str | None,
     ) -> None:  # fmt: skip
-        triton_gpu.plan_expert_ids(
+        on_triton.plan_expert_ids(
             vector(slots, ids, layout), None if weights is None else vector(slots, weights, layout), 0, experts,
-            capacity, segment, align, num_rows, buffer(slots, out),
+            capacity, segment, align, num_rows, out=buffer(slots, out),
         )  # fmt: skip
 
     yield from over(
@@ -249,7 +254,7 @@ def planning_cases() -> Iterator[Case]:
     )  # fmt: skip
 
     def plan_any_ids(ids: torch.dtype, slots: int, num_rows: int | None, layout: str, out: str | None) -> None:
-        triton_gpu.plan_any_ids(vector(slots, ids, layout), num_rows, buffer(slots, out))
+        on_triton.plan_any_ids(vector(slots, ids, layout), num_rows, out=buffer(slots, out))
 
     yield from over(plan_any_ids, ids=ids_dtypes, slots=(16, 5000), num_rows=(None, 512), layout=straight, out=buffers)
 
@@ -257,7 +262,7 @@ def planning_cases() -> Iterator[Case]:
         dtype: torch.dtype, experts: int, weights: torch.dtype | None, topk: int | None, fill: bool, capacity: int,
         segment: int | None, align: int, num_rows: int | None, layout: str,
     ) -> None:  # fmt: skip
-        triton_gpu.plan_routing_map(
+        on_triton_maps.plan_routing_map(
             matrix(TOKENS, experts, dtype, layout),
             None if weights is None else matrix(TOKENS, experts, weights, layout),
             0, experts, None if fill else topk, fill, capacity, segment, align, num_rows,
@@ -272,9 +277,9 @@ def planning_cases() -> Iterator[Case]:
     def plan_row_of_slot(
         ids: torch.dtype, experts: torch.dtype | None, slots: int, layout: str, out: str | None
     ) -> None:
-        triton_gpu.plan_row_of_slot(
+        on_triton_indices.plan_row_of_slot(
             vector(slots, ids, layout), None if experts is None else vector(slots, experts, layout), 512, 0,
-            buffer(slots, out),
+            out=buffer(slots, out),
         )  # fmt: skip
 
     yield from over(
@@ -284,9 +289,9 @@ def planning_cases() -> Iterator[Case]:
     def plan_token_ids(
         ids: torch.dtype, rows: torch.dtype | None, slots: int, experts: int | None, layout: str, out: str | None
     ) -> None:
-        triton_gpu.plan_token_ids(
+        on_triton_indices.plan_token_ids(
             vector(slots, ids, layout), None if rows is None else vector(slots, rows, layout), TOKENS, 512, experts,
-            buffer(slots, out),
+            out=buffer(slots, out),
         )  # fmt: skip
 
     yield from over(
@@ -295,7 +300,7 @@ def planning_cases() -> Iterator[Case]:
     )  # fmt: skip
 
     def plan_segments(lengths: torch.dtype, ranks: int, experts: int, layout: str, out: str | None) -> None:
-        triton_gpu.plan_segments(matrix(ranks, experts, lengths, layout), 5000, buffer(5000, out))
+        on_triton_indices.plan_segments(matrix(ranks, experts, lengths, layout), 5000, out=buffer(5000, out))
 
     yield from over(
         plan_segments, lengths=(torch.int64, torch.int32), ranks=(1, 8), experts=(1, 32, 256), layout=straight,

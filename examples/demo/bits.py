@@ -20,7 +20,7 @@ from torch import Tensor
 
 import moeroute
 from demo.data import load_corpus
-from moeroute import backend as backends
+from moeroute import dispatch
 
 MOEROUTE, PLAIN = "moeroute", "plain PyTorch"
 
@@ -117,7 +117,7 @@ def lines(tokens: int, width: int, experts: int, k: int, seed: int) -> Iterator[
     x = torch.randn(256, width, generator=generator)[text] + 0.1 * torch.randn(tokens, width, generator=generator)
 
     for name, what in (("cpu", "Numba"), ("reference", "reference"), ("triton", "Triton's interpreter")):
-        reason = backends.unavailable(name)
+        reason = dispatch.unavailable(name)
         if reason is not None:
             yield Line(MOEROUTE, what, None, None, reason)
             continue

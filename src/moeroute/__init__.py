@@ -34,27 +34,20 @@ from moeroute.ops.gating.op import (
     gating_topk,
     gating_topk_backward,
 )
-from moeroute.ops.permutation.op import (
-    combine,
+from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.maps.op import plan_from_routing_map
+from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
+from moeroute.ops.rows.op import combine, row_dots, spread
+from moeroute.ops.weights.op import slot_weights
+from moeroute.permutation import (
     permute,
     permute_backward,
     permute_weights,
     permute_weights_backward,
-    row_dots,
-    slot_weights,
-    spread,
     unpermute,
     unpermute_backward,
 )
-from moeroute.ops.planning.op import (
-    RoutingPlan,
-    capacity_from_factor,
-    plan_from_expert_ids,
-    plan_from_routing_map,
-    plan_from_row_of_slot,
-    plan_from_segments,
-    plan_from_token_ids,
-)
+from moeroute.plan import RoutingPlan
 
 __version__ = "0.1.0"
 __all__ = [

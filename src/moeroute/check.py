@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moeroute.dtypes import FLOATS, LARGEST
+
 LARGEST_FLOAT = sys.float_info.max
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 STRIDED = torch.strided  # a name of a module is found faster than an attribute of torch
@@ -125,6 +127,26 @@ def finite_in(operator: str, argument: str, value: Any, dtype: torch.dtype) -> f
     if abs(result) > LARGEST_FLOAT32 and dtype is not torch.float64:
         raise wrong_value(operator, argument, "finite in float32", value)
     return result
+
+
+def at_most_rows(total: int) -> None:
+    """Rows are numbered in int32; only the data knows how many padding makes of them."""
+    if total > LARGEST:
+        raise wrong_value("plan", "align", f"such that there are at most {LARGEST} rows", f"{total} rows")
+
+
+def at_most_slots(total: int) -> None:
+    """Slots are numbered in int32."""
+    if total > LARGEST:
+        wanted = f"one with at most {LARGEST} true entries"
+        raise wrong_value("plan_from_routing_map", "routing_map", wanted, total)
+
+
+def one_slot_each(out: Tensor, total: int) -> None:
+    """A buffer for row_of_slot of a map, whose number of true entries only the data knows."""
+    if out.numel() != total:
+        wanted = f"of S = {total} elements, one for each true entry"
+        raise wrong_shape("plan_from_routing_map", "out", wanted, out)
 
 
 def flag(operator: str, argument: str, value: Any) -> bool:
@@ -244,3 +266,92 @@ def writable(operator: str, argument: str, out: Tensor, *inputs: Tensor | None) 
         first, last = span(other)
         if first < high and low < last and overlap(out, other):
             raise wrong_value(operator, argument, "memory of its own", "memory shared with an input")
+
+
+# ---------------------------------------------------------------------------- tensors beside a plan
+
+_tensor = tensor  # where a parameter has its name
+
+
+def matrix(operator: str, argument: str, tensor: Any, letter: str, size: int, plan: Any) -> None:
+    """Dense [`size`, H] on the plan's device."""
+    if type(tensor) is not Tensor:
+        _tensor(operator, argument, tensor)
+    try:
+        shape = tensor.shape
+    except RuntimeError:  # a nested tensor has none
+        raise not_dense(operator, argument, tensor) from None
+    if len(shape) != 2 or shape[0] != size or tensor.layout is not STRIDED:
+        raise wrong_shape(operator, argument, f"[{letter}, H] with {letter} = {size}, as the plan", tensor)
+    if not (tensor.is_cpu and plan.row_of_slot.is_cpu):  # half the time of comparing devices
+        device_of_plan(operator, argument, tensor, plan.row_of_slot)
+
+
+def quantized(operator: str, argument: str, tensor: Tensor) -> TypeError:
+    """Its bits mean nothing without its scale."""
+    return wrong_dtype(operator, argument, "of a dtype that is not quantized", tensor)
+
+
+def device_of_plan(operator: str, argument: str, tensor: Tensor, slots: Tensor) -> None:
+    """Raise where a tensor is not on the plan's device."""
+    if tensor.device != slots.device:
+        raise wrong_value(operator, argument, f"on {slots.device}, as the plan", tensor.device)
+
+
+def floating(operator: str, argument: str, tensor: Tensor) -> None:
+    """Raise where a tensor is of no floating dtype."""
+    if tensor.dtype not in FLOATS:
+        raise wrong_dtype(operator, argument, "float16, bfloat16, float32 or float64", tensor)
+
+
+def partner(operator: str, argument: str, tensor: Any, name: str, other: Tensor) -> None:
+    """A second matrix: hidden size and dtype as the first."""
+    if tensor.shape[-1] != other.shape[-1]:
+        wanted = f"as wide as {name}, with H = {other.shape[-1]}"
+        raise wrong_shape(operator, argument, wanted, tensor)
+    if tensor.dtype is not other.dtype:
+        raise wrong_dtype(operator, argument, f"{other.dtype}, as {name}", tensor)
+
+
+def weights_kind(operator: str, weights: Any, rows_name: str, rows: Tensor | None, slots: Tensor) -> None:
+    """slots: row_of_slot."""
+    if type(weights) is not Tensor:
+        tensor(operator, "weights", weights)
+    if weights.layout is not STRIDED or weights.is_nested:
+        raise not_dense(operator, "weights", weights)
+    dtype = weights.dtype
+    if dtype not in FLOATS:
+        raise wrong_dtype(operator, "weights", "float16, bfloat16, float32 or float64", weights)
+    if rows is not None:
+        other = rows.dtype
+        if other not in FLOATS:
+            raise wrong_dtype(operator, rows_name, "floating with weights", rows)
+        if dtype is not other and (dtype is torch.float64 or other is torch.float64):
+            raise wrong_dtype(operator, "weights", f"float64 with float64 {rows_name} and only then", weights)
+    if not (weights.is_cpu and slots.is_cpu):
+        device_of_plan(operator, "weights", weights, slots)
+
+
+def weight_per_slot(operator: str, weights: Any, rows_name: str, rows: Tensor, slots: Tensor) -> None:
+    """Raise where weights are not [S], one a slot."""
+    weights_kind(operator, weights, rows_name, rows, slots)
+    if weights.ndim != 1 or weights.shape[0] != slots.shape[0]:
+        raise wrong_shape(operator, "weights", f"[S] with S = {slots.shape[0]}, as the plan", weights)
+
+
+def weights_of_plan(operator: str, argument: str, weights: Tensor, plan: Any) -> None:
+    """[T, E] where the plan has expert_of_slot, else [T, K], else (tokens with different numbers) [S]."""
+    shape = weights.shape
+    if plan.expert_of_slot is None and shape == (plan.num_tokens, plan.topk):
+        return
+    if plan.expert_of_slot is not None:
+        if weights.ndim != 2 or shape[0] != plan.num_tokens or plan.num_experts not in (None, shape[1]):
+            experts = "" if plan.num_experts is None else f" and E = {plan.num_experts}"
+            wanted = f"[T, E] with T = {plan.num_tokens}{experts}, as the plan"
+            raise wrong_shape(operator, argument, wanted, weights)
+    elif plan.topk is not None:
+        if weights.ndim != 2 or shape[0] != plan.num_tokens or shape[1] != plan.topk:
+            wanted = f"[T, K] with T = {plan.num_tokens} and K = {plan.topk}, as the plan"
+            raise wrong_shape(operator, argument, wanted, weights)
+    elif weights.ndim != 1 or shape[0] != plan.num_slots:
+        raise wrong_shape(operator, argument, f"[S] with S = {plan.num_slots}, as the plan", weights)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 import moeroute
-from moeroute import backend as backends
-from moeroute import memory
+from moeroute import dispatch, memory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.set_defaults(run=_info)
 
     verify = commands.add_parser("verify", help="compare every backend with the reference, bit by bit")
-    verify.add_argument("--backend", choices=backends.NAMES, help="only this one (default: all)")
+    verify.add_argument("--backend", choices=dispatch.NAMES, help="only this one (default: all)")
     verify.add_argument("--device", type=_device, help="only this one (default: the CPU and every accelerator)")
     verify.add_argument("--only", default="", help="checks whose name contains this")
     verify.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
@@ -100,11 +99,11 @@ def _info(chosen: argparse.Namespace) -> int:
         *((package, _version(package)) for package in ("torch", "numpy", "numba", "triton")),
         ("devices", ", ".join(_devices())),
     ]
-    for name in backends.NAMES:
-        reason = backends.unavailable(name)
+    for name in dispatch.NAMES:
+        reason = dispatch.unavailable(name)
         rows.append((f"backend {name}", "available" if reason is None else f"not available: {reason}"))
     rows.append(("threads", f"{torch.get_num_threads()} (torch.set_num_threads changes them)"))
-    if backends.unavailable("cpu") is None:
+    if dispatch.unavailable("cpu") is None:
         rows += _numba_rows(chosen.warm)
     stats = memory.memory_stats()
     pool = "on" if stats["enabled"] else "off (MOEROUTE_MEMORY_POOL or set_memory_pool)"
@@ -129,10 +128,10 @@ def _numba_rows(warm: bool) -> list[tuple[str, str]]:
     """The threading layer shows after the first parallel call, so one is made."""
     import time
 
-    from moeroute.ops import cache, launch
+    from moeroute.ops.numba_kit import cache, launch
 
-    for room in ("gating", "planning", "permutation"):
-        backends.module(room, "cpu")
+    for room in dispatch.ROOMS:
+        dispatch.module(room, "cpu")
     rows = []
     if warm:
         start = time.perf_counter()
@@ -161,9 +160,9 @@ def _verify(chosen: argparse.Namespace) -> int:
             "warning: denormal numbers are flushed to zero (torch.set_flush_denormal): expected results are computed "
             "without; Triton's interpreter, and the reference on another device, may differ"
         )
-    names = [chosen.backend] if chosen.backend else backends.NAMES
+    names = [chosen.backend] if chosen.backend else dispatch.NAMES
     for name in names:
-        if (reason := backends.unavailable(name)) is not None:
+        if (reason := dispatch.unavailable(name)) is not None:
             print(f"backend {name}: not available: {reason}")
     devices = [chosen.device] if chosen.device else [torch.device(name) for name in _devices()]
     places = [(name, device) for device in devices for name in names if verify.can_run(name, device)]

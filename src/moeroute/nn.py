@@ -27,15 +27,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moeroute import backend as backends
-from moeroute import check
+from moeroute import check, dispatch
 from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
 from moeroute.ops.gating.op import Gating, gating_topk
 from moeroute.ops.grouped import FLOATS, autocast_is_on, check_sizes
 from moeroute.ops.grouped import grouped_linear as grouped_linear
-from moeroute.ops.permutation.op import permute, unpermute
-from moeroute.ops.planning.op import RoutingPlan, capacity_from_ratio, plan_from_expert_ids
+from moeroute.ops.planning.op import capacity_from_ratio, plan_from_expert_ids
 from moeroute.ops.router_product import router_product
+from moeroute.permutation import permute, unpermute
+from moeroute.plan import RoutingPlan
 
 INITIAL_STD = 0.02
 HALVES = (torch.float16, torch.bfloat16)
@@ -65,7 +65,7 @@ def _check_factory(operator: str, device: Any, dtype: Any) -> None:
 def _check_backend(operator: str, backend: Any) -> None:
     """A name, and only that: the layer may yet move to another device."""
     if backend is not None:
-        check.one_of(operator, "backend", backend, backends.NAMES)
+        check.one_of(operator, "backend", backend, dispatch.NAMES)
 
 
 def _check_dtype(operator: str, argument: str, tokens: Tensor, weight: Tensor) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import moeroute
-from moeroute import backend as backends
+from moeroute import dispatch
 from moeroute.testing import assert_same_bits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -260,7 +260,7 @@ def can_run(backend: str, device: torch.device) -> bool:
     if backend == "reference" and device.type == "cpu":
         return False
     try:
-        backends.choose("moeroute.verify", backend, device)
+        dispatch.choose("moeroute.verify", backend, device)
     except ValueError:
         return False
     return True

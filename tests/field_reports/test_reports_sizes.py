@@ -1,4 +1,4 @@
-"""Reports about sizes, memory and backends."""
+"""Reports about sizes, memory and dispatch."""
 
 import inspect
 import mmap
@@ -14,8 +14,7 @@ from torch import Tensor
 
 import moeroute
 from case_ids import spelled
-from moeroute import backend as backends
-from moeroute import memory
+from moeroute import dispatch, memory
 from moeroute.testing import assert_same_bits
 from pages import guarded, mapped
 from small_cases import plan_of, whole_numbers
@@ -206,10 +205,10 @@ def test_b97_no_call_leaks_to_another_backend(backend: str, monkeypatch: pytest.
         raise AssertionError("another backend was called")
 
     others = [
-        backends.module(room, name)
-        for name in backends.NAMES
-        if name != backend and backends.unavailable(name) is None
-        for room in ("gating", "planning", "permutation")
+        dispatch.module(room, name)
+        for name in dispatch.NAMES
+        if name != backend and dispatch.unavailable(name) is None
+        for room in dispatch.ROOMS
     ]
     tokens = torch.randn(5, 8, requires_grad=True)
     logits = torch.randn(5, 4, requires_grad=True)

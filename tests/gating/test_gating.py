@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gating_by_hand import FLOATS, GROUPED, HALVES, INF, NAN, SCORES, by_hand, exact, random_logits
-from moeroute import gating_topk, gating_topk_backward
-from moeroute.ops.gating import op, reference
+from moeroute import dtypes, gating_topk, gating_topk_backward
+from moeroute.ops.gating import reference
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 from strategies import BACKENDS
 
@@ -316,7 +316,7 @@ def test_replay_with_invalid_and_repeated_ids(backend: str, score: str, renormal
     assert_same_bits(plain, actual)
 
 
-@pytest.mark.parametrize("dtype", op.INTEGERS)
+@pytest.mark.parametrize("dtype", dtypes.INTEGERS)
 def test_integer_dtypes_of_given_ids(backend: str, dtype: torch.dtype) -> None:
     """B131: an unsigned byte above 127 is no negative number."""
     experts = 100 if dtype is torch.int8 else 200

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import moeroute
 from case_ids import spelled
-from moeroute.ops.permutation import op
+from moeroute.ops.weights import op
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 from small_cases import random_plan
 from strategies import BACKENDS
@@ -170,7 +170,7 @@ def test_backends_agree_in_every_bit(
     row_weights = special((plan.num_rows,), weights_dtype, generator)
 
     def everything(backend: str) -> list[Tensor | None]:
-        shape = op._weights_shape("test", plan, None)
+        shape = op.weights_shape("test", plan, None)
         verb = weights.new_ones(shape) * 0.5
         pair = moeroute.unpermute_backward(x, rows, plan, verb, backend=backend)
         assert pair[1] is not None

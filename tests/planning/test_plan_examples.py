@@ -3,13 +3,9 @@
 import pytest
 import torch
 
-from moeroute.ops.planning.op import (
-    plan_from_expert_ids,
-    plan_from_routing_map,
-    plan_from_row_of_slot,
-    plan_from_segments,
-    plan_from_token_ids,
-)
+from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.maps.op import plan_from_routing_map
+from moeroute.ops.planning.op import plan_from_expert_ids
 from small_cases import present
 
 

@@ -10,17 +10,13 @@ import torch
 from torch import Tensor
 
 from case_ids import spelled
-from moeroute.ops import launch
-from moeroute.ops.planning import numba_cpu
-from moeroute.ops.planning.op import (
-    RoutingPlan,
-    capacity_from_factor,
-    plan_from_expert_ids,
-    plan_from_routing_map,
-    plan_from_row_of_slot,
-    plan_from_segments,
-    plan_from_token_ids,
-)
+from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.maps import on_numba as on_numba_maps
+from moeroute.ops.maps.op import plan_from_routing_map
+from moeroute.ops.numba_kit import launch
+from moeroute.ops.planning import on_numba
+from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
+from moeroute.plan import RoutingPlan
 from plans_by_hand import WEIGHT_DTYPES, Fields, expected_from_ids, fields_of
 from small_cases import present
 
@@ -34,8 +30,9 @@ def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     former = torch.get_num_threads()
     torch.set_num_threads(threads)
     monkeypatch.setattr(launch, "SERIAL_WORK", 0)
-    monkeypatch.setattr(numba_cpu, "SERIAL_WORK", 0)
-    monkeypatch.setattr(numba_cpu, "_chunks", lambda work, bins: chunks)
+    monkeypatch.setattr(on_numba, "SERIAL_WORK", 0)
+    for module in (on_numba, on_numba_maps):
+        monkeypatch.setattr(module, "chunks_for", lambda work, bins: chunks)
     yield
     torch.set_num_threads(former)
 

@@ -8,14 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from moeroute.ops.planning.op import (
-    capacity_from_factor,
-    plan_from_expert_ids,
-    plan_from_routing_map,
-    plan_from_row_of_slot,
-    plan_from_segments,
-    plan_from_token_ids,
-)
+from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.maps.op import plan_from_routing_map
+from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
 from plans_by_hand import expected_from_ids, fields_of
 from small_cases import present
 

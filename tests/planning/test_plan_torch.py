@@ -6,15 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeroute.ops.planning.op import (
-    RoutingPlan,
-    capacity_from_factor,
-    plan_from_expert_ids,
-    plan_from_routing_map,
-    plan_from_row_of_slot,
-    plan_from_segments,
-    plan_from_token_ids,
-)
+from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.maps.op import plan_from_routing_map
+from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
+from moeroute.plan import RoutingPlan
 from plans_by_hand import fields_of
 
 IDS = torch.tensor([[0, 1], [2, 1]])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moeroute.aclnn.signatures import SIGNATURES, Parameter
 from moeroute.check import overlap, overlaps_itself, span
-from moeroute.ops.planning.op import RoutingPlan
+from moeroute.plan import RoutingPlan
 
 # ---------------------------------------------------------------------------- status codes
 

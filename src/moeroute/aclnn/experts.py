@@ -21,9 +21,10 @@ from moeroute.aclnn.core import (
     typed,
     wrong,
 )
-from moeroute.ops.permutation.op import spread
-from moeroute.ops.planning.op import plan_from_expert_ids, plan_from_segments
+from moeroute.ops.indices.op import plan_from_segments
+from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.ops.replicas import instances_of_slots, slots_above
+from moeroute.ops.rows.op import spread
 
 # ---------------------------------------------------------------------------- MoeComputeExpertTokens
 

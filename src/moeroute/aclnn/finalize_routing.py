@@ -27,9 +27,10 @@ from moeroute.aclnn.core import (
     wrong_shape,
     zero_filled,
 )
-from moeroute.ops.permutation.op import combine, row_dots, spread, unpermute_backward
-from moeroute.ops.planning.op import plan_from_row_of_slot
+from moeroute.ops.indices.op import plan_from_row_of_slot
+from moeroute.ops.rows.op import combine, row_dots, spread
 from moeroute.ops.special_experts import NONE, combine_special
+from moeroute.permutation import unpermute_backward
 
 # ---------------------------------------------------------------------------- MoeFinalizeRouting
 

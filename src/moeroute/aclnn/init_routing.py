@@ -28,11 +28,9 @@ from moeroute.aclnn.core import (
     typed,
     wrong_shape,
 )
-from moeroute.ops.permutation.op import combine, spread
-from moeroute.ops.planning.op import (
-    plan_from_expert_ids,
-    plan_from_row_of_slot,
-)
+from moeroute.ops.indices.op import plan_from_row_of_slot
+from moeroute.ops.planning.op import plan_from_expert_ids
+from moeroute.ops.rows.op import combine, spread
 
 # ---------------------------------------------------------------------------- MoeInitRouting
 

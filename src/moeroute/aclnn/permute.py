@@ -39,14 +39,12 @@ from moeroute.aclnn.core import (
     wrong_shape,
     zero_filled,
 )
-from moeroute.ops.permutation.op import combine, permute_weights, permute_weights_backward, spread
-from moeroute.ops.planning.op import (
-    RoutingPlan,
-    plan_from_expert_ids,
-    plan_from_routing_map,
-    plan_from_row_of_slot,
-    plan_from_token_ids,
-)
+from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_token_ids
+from moeroute.ops.maps.op import plan_from_routing_map
+from moeroute.ops.planning.op import plan_from_expert_ids
+from moeroute.ops.rows.op import combine, spread
+from moeroute.permutation import permute_weights, permute_weights_backward
+from moeroute.plan import RoutingPlan
 
 
 def _cut(plan: RoutingPlan, rows: int, first_row: int = 0) -> RoutingPlan:

@@ -24,9 +24,11 @@ from moeroute.aclnn.core import (
     wrong_shape,
 )
 from moeroute.aclnn.init_routing import by_column
-from moeroute.ops.permutation.op import spread
-from moeroute.ops.planning.op import RoutingPlan, plan_from_expert_ids, plan_from_row_of_slot
+from moeroute.ops.indices.op import plan_from_row_of_slot
+from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.ops.quantization import dynamic_quantize, quantize, quantize_half
+from moeroute.ops.rows.op import spread
+from moeroute.plan import RoutingPlan
 
 _NONE, _STATIC, _DYNAMIC = -1, 0, 1
 _CUMULATIVE, _COUNTS, _PAIRS = 0, 1, 2

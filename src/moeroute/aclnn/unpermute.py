@@ -33,13 +33,12 @@ from moeroute.aclnn.core import (
     wrong_shape,
     zero_filled,
 )
-from moeroute.ops.permutation.op import combine, permute_weights, slot_weights, spread, unpermute_backward
-from moeroute.ops.planning.op import (
-    RoutingPlan,
-    plan_from_routing_map,
-    plan_from_row_of_slot,
-    plan_from_token_ids,
-)
+from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_token_ids
+from moeroute.ops.maps.op import plan_from_routing_map
+from moeroute.ops.rows.op import combine, spread
+from moeroute.ops.weights.op import slot_weights
+from moeroute.permutation import permute_weights, unpermute_backward
+from moeroute.plan import RoutingPlan
 
 # ---------------------------------------------------------------------------- MoeTokenUnpermute
 

@@ -20,8 +20,8 @@ from moeroute.interop import hosts
 from moeroute.interop.huggingface_gates import SERIES
 from moeroute.interop.huggingface_gates import router as router
 from moeroute.nn import grouped_linear
-from moeroute.ops.permutation.op import permute, unpermute
 from moeroute.ops.planning.op import plan_from_expert_ids
+from moeroute.permutation import permute, unpermute
 
 NAME = "moeroute"
 

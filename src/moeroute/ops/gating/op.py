@@ -1,6 +1,6 @@
 """Choosing experts: from router logits to weights, expert ids and scores, and the way back.
 
-Rungs, as in every room: registration and derivatives, checks, verbs.
+Rungs, as in every room: verbs, checks, derivatives, registration.
 """
 
 from functools import partial
@@ -10,15 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from moeroute import backend as backends
-from moeroute import check
-from moeroute.ops.differentiation import differentiable
-from moeroute.ops.registration import LIBRARY, implement
+from moeroute import check, dispatch
+from moeroute.dtypes import FLOATS, INTEGERS
+from moeroute.ops.register import register
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGERS = (
-    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
-)  # fmt: skip
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax")
 BEST = "max"
 GROUP_SCORES = (BEST, "top2_sum")
@@ -42,199 +37,181 @@ class Gating(NamedTuple):
 
 _as_gating = Gating._make
 torch.serialization.add_safe_globals([Gating])  # for torch.load(weights_only=True)
-
-# ---------------------------------------------------------------------------- registration
-
-
-LIBRARY.define(
-    "gating_topk(Tensor logits, Tensor? bias, Tensor? expert_ids, SymInt k, str score, SymInt num_groups, "
-    "SymInt topk_groups, str group_score, bool renormalize, float scaling_factor, float eps, "
-    "ScalarType weights_dtype, str? backend) -> (Tensor, Tensor, Tensor)"
-)
-LIBRARY.define(
-    "gating_topk_backward(Tensor scores, Tensor grad_weights, Tensor expert_ids, Tensor? grad_scores, str score, "
-    "bool renormalize, float scaling_factor, float eps, ScalarType out_dtype, str? backend) -> Tensor"
-)
+_module = partial(dispatch.implementation, "gating")
 
 
-_module = partial(backends.implementation, "gating")
-
-
-def _scores_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype is torch.float64 else torch.float32
-
-
-# A registered operator may be called by anybody, and stands in exported graphs: it looks at all that a kernel indexes
-# with. A verb has looked already, and calls the kernel itself where it may.
-
-
-def _gating_topk_operator(
+def gating_topk(
     logits: Tensor,
-    bias: Tensor | None,
-    expert_ids: Tensor | None,
     k: int,
-    score: str,
-    num_groups: int,
-    topk_groups: int,
-    group_score: str,
-    renormalize: bool,
-    scaling_factor: float,
-    eps: float,
-    weights_dtype: torch.dtype,
-    backend: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    *,
+    score: str = "softmax",
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int | None = None,
+    group_score: str = "max",
+    renormalize: bool | None = None,
+    scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+    expert_ids: Tensor | None = None,
+    weights_dtype: torch.dtype | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    backend: str | None = None,
+) -> Gating:
+    """Choose k experts for every token and weigh them.
+
+    logits: [T, E], float16, bfloat16, float32 (all computed in float32) or float64 (reference backend).
+    Returns `Gating`: weights [T, k], expert_ids int32 [T, k] best first, scores [T, E].
+
+    score: how logits become scores s. "softmax"; "sigmoid"; "sqrtsoftplus", the square root of
+        log(1 + exp(x)); "topk_softmax": the logits themselves, and the weights are the softmax over the
+        chosen ones. The last is not "softmax" renormalised: logits [0, -200, -150] with k = 2 choose {0, 2}.
+    bias: [E], any of the four dtypes; added to the scores for the selection only, in float32 (float64 with
+        float64 logits); gets no gradient.
+    num_groups, topk_groups: the experts form num_groups equal groups of neighbours; only topk_groups of them
+        (None: all) stay in, by their best value ("max") or the sum of their two best ("top2_sum",
+        `group_score`). The others count as -inf.
+    renormalize: divide the weights by (their sum + eps). None: True for sigmoid and sqrtsoftplus, False for
+        softmax and topk_softmax. Then the weights are multiplied by `scaling_factor`, either way.
+    expert_ids: [T, k], any integer dtype: no selection, these experts are used (router replay), gradients
+        still flow. An id outside [0, E) has weight 0, is left out of sums and comes back as -1; repeats are
+        slots like any others, and k may exceed E.
+    weights_dtype: None is float32 (float64 for float64 logits). Rounded once, from float32.
+    out: the three tensors to write into, outside autograd; their rows may be strided. A None weights_dtype
+        is then that of the first.
+
+    Order: the larger value first, equal values by smaller expert id, +0 equals -0, a NaN larger than every
+    number. The ids of a row are valid and distinct whatever the logits. Row t of the result depends on row t
+    of the logits alone. Differentiable in the logits, through weights and scores, as often as you like.
+
+    Equivalent torch, for sigmoid without groups: ``s = logits.float().sigmoid(); ids = (s + bias).topk(k)[1];
+    w = s.gather(1, ids); w = w / (w.sum(1, keepdim=True) + eps) * scaling_factor``.
+
+    >>> import torch, moeroute
+    >>> gating = moeroute.gating_topk(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), k=2)
+    >>> gating.weights, gating.expert_ids
+    (tensor([[0.6439, 0.2369]]), tensor([[3, 2]], dtype=torch.int32))
+    >>> moeroute.gating_topk(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), k=2, renormalize=True).weights
+    tensor([[0.7311, 0.2689]])
+    >>> bias = torch.tensor([9.0, 0.0, 0.0, 0.0])
+    >>> moeroute.gating_topk(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), k=2, score="sigmoid", bias=bias).expert_ids
+    tensor([[0, 3]], dtype=torch.int32)
+
+    Raises ValueError for shapes, sizes and numbers, TypeError for types and dtypes.
+    """
     operator = "gating_topk"
     _check_matrix(operator, "logits", logits, "[T, E]")
-    check.one_of(operator, "score", score, SCORES)
+    tokens, num_experts = logits.shape
+    exact = logits.dtype is torch.float64
+    renormalize = _check_renormalize(operator, renormalize, score)
+    if topk_groups is None:
+        topk_groups = num_groups
     _check_choice(operator, logits, bias, expert_ids, k, num_groups, topk_groups, group_score)
-    check.float_dtype(operator, "weights_dtype", weights_dtype, _result_dtypes(logits))
-    _check_scalar(operator, "scaling_factor", scaling_factor, logits.dtype)
-    _check_scalar(operator, "eps", eps, logits.dtype)
-    found: tuple[Tensor, Tensor, Tensor] = _module(operator, backend, logits).gating_topk(
-        logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
-        weights_dtype, None,
-    )  # fmt: skip
-    return found
+    scaling_factor = _check_scalar(operator, "scaling_factor", scaling_factor, logits.dtype)
+    eps = _check_scalar(operator, "eps", eps, logits.dtype)
+    if weights_dtype is None:
+        weights_dtype = torch.float64 if exact else torch.float32
+        if isinstance(out, tuple | list) and len(out) == 3 and isinstance(out[0], Tensor):
+            weights_dtype = out[0].dtype
+    if weights_dtype is not torch.float32:
+        check.float_dtype(operator, "weights_dtype", weights_dtype, _result_dtypes(logits))
+    if out is not None:
+        if not isinstance(out, tuple | list) or len(out) != 3:
+            raise check.wrong_type(operator, "out", "a tuple of three tensors", out)
+        names = ("out[0]", "out[1]", "out[2]")
+        shapes = ((tokens, k), (tokens, k), (tokens, num_experts))
+        dtypes = (weights_dtype, torch.int32, _scores_dtype(logits))
+        for i in range(3):
+            others = (logits, bias, expert_ids, *(x for x in out[:i]))
+            _check_out(operator, names[i], out[i], shapes[i], dtypes[i], *others)
+        logits = logits.resolve_neg()
+        bias = None if bias is None else bias.resolve_neg()
+        expert_ids = None if expert_ids is None else expert_ids.resolve_neg()
+    if out is not None or dispatch.plain(logits, bias, expert_ids):
+        found = _module(operator, backend, logits).gating_topk(
+            logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
+            weights_dtype, out=out,
+        )  # fmt: skip
+        if out is not None:
+            for written in out:
+                increment_version(written)  # by address, of which autograd knows nothing
+    else:
+        found = _gating_topk(
+            logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
+            weights_dtype, backend,
+        )  # fmt: skip
+    return _as_gating(found)
 
 
-def _gating_topk_backward_operator(
+def gating_topk_backward(
     scores: Tensor,
     grad_weights: Tensor,
     expert_ids: Tensor,
-    grad_scores: Tensor | None,
+    *,
     score: str,
-    renormalize: bool,
-    scaling_factor: float,
-    eps: float,
-    out_dtype: torch.dtype,
-    backend: str | None,
+    renormalize: bool | None,
+    scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+    grad_scores: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
 ) -> Tensor:
+    """The gradient of `gating_topk` in the logits, [T, E], for those who bring their own autograd.
+
+    scores, expert_ids: as `gating_topk` returned them, float32 (or float64) [T, E] and any integer dtype
+    [T, K]. grad_weights: [T, K], any float dtype. grad_scores: [T, E] in the dtype of scores, where the scores
+    were used too. score, renormalize, scaling_factor, eps: as given to `gating_topk`. The result has `out_dtype`
+    (None: that of grad_weights), rounded once. Repeated ids of a row add up in slot order, ids outside [0, E)
+    add nothing. `out`: write there instead, outside autograd; rows may be strided. Differentiable.
+
+    With score="sigmoid" and renormalize=True this is aclnnMoeGatingTopKBackward.
+
+    Equivalent torch, sigmoid and renormalised: ``g = scaling_factor * grad_weights; w = scores.gather(1, ids);
+    D = w.sum(1, keepdim=True) + eps; g = (g - (w / D * g).sum(1, keepdim=True)) / D;
+    scores * (1 - scores) * torch.zeros_like(scores).scatter_add(1, ids, g)``.
+
+    >>> import torch, moeroute
+    >>> scores = torch.tensor([[0.5, 0.25, 0.75]])
+    >>> ids = torch.tensor([[2, 0]])
+    >>> moeroute.gating_topk_backward(scores, torch.tensor([[1.0, 0.0]]), ids, score="sigmoid", renormalize=False)
+    tensor([[0.0000, 0.0000, 0.1875]])
+
+    Raises ValueError for shapes, sizes and numbers, TypeError for types and dtypes.
+    """
     operator = "gating_topk_backward"
     _check_backward(operator, scores, grad_weights, expert_ids, grad_scores)
-    check.one_of(operator, "score", score, SCORES)
+    renormalize = _check_renormalize(operator, renormalize, score)
+    scaling_factor = _check_scalar(operator, "scaling_factor", scaling_factor, scores.dtype)
+    eps = _check_scalar(operator, "eps", eps, scores.dtype)
+    if out_dtype is None:
+        out_dtype = grad_weights.dtype if out is None or not isinstance(out, Tensor) else out.dtype
     check.float_dtype(operator, "out_dtype", out_dtype, _result_dtypes(scores))
-    _check_scalar(operator, "scaling_factor", scaling_factor, scores.dtype)
-    _check_scalar(operator, "eps", eps, scores.dtype)
-    gradient: Tensor = _module(operator, backend, scores).gating_topk_backward(
-        scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, None
-    )
+    if out is not None:
+        _check_out(operator, "out", out, tuple(scores.shape), out_dtype, scores, grad_weights, expert_ids, grad_scores)
+    if out is not None:
+        scores, grad_weights, expert_ids = scores.resolve_neg(), grad_weights.resolve_neg(), expert_ids.resolve_neg()
+        grad_scores = None if grad_scores is None else grad_scores.resolve_neg()
+    if out is not None or dispatch.plain(scores, grad_weights, expert_ids, grad_scores):
+        gradient: Tensor = _module(operator, backend, scores).gating_topk_backward(
+            scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, out=out
+        )
+        if out is not None:
+            increment_version(out)
+    else:
+        gradient = _gating_topk_backward(
+            scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, backend
+        )
     return gradient
 
 
-implement(
-    "gating_topk",
-    _gating_topk_operator,
-    lambda logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
-    weights_dtype, backend: (
-        logits.new_empty((logits.shape[0], k), dtype=weights_dtype),
-        logits.new_empty((logits.shape[0], k), dtype=torch.int32),
-        logits.new_empty(logits.shape, dtype=_scores_dtype(logits)),
-    ),
-)  # fmt: skip
-implement(
-    "gating_topk_backward",
-    _gating_topk_backward_operator,
-    lambda scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, backend: (
-        scores.new_empty(scores.shape, dtype=out_dtype)
-    ),
-)
+def look_up_expert_ids(keys: Tensor, table: Tensor) -> Tensor:
+    """[T, K] expert ids of a table [N, K] by key [T] (hash routing); -1 for a key outside [0, N).
 
-
-# ---------------------------------------------------------------------------- derivatives
-
-
-def _gating_topk_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    logits, _, _, _, score, _, _, _, renormalize, scaling_factor, eps, weights_dtype, backend = inputs
-    _, expert_ids, scores = output
-    ctx.save_for_backward(scores, expert_ids)
-    ctx.options = score, renormalize, scaling_factor, eps
-    ctx.logits_dtype, ctx.weights_dtype, ctx.backend = logits.dtype, weights_dtype, backend
-    ctx.set_materialize_grads(False)
-
-
-def _gating_topk_derivative(
-    ctx: Any, grad_weights: Tensor | None, _: Tensor | None, grad_scores: Tensor | None
-) -> tuple[Any, ...]:
-    scores, expert_ids = ctx.saved_tensors
-    grad_logits = None
-    if grad_weights is not None or grad_scores is not None:
-        if grad_weights is None:
-            grad_weights = scores.new_zeros(expert_ids.shape, dtype=ctx.weights_dtype)
-        grad_logits = _gating_topk_backward(
-            scores, grad_weights, expert_ids, grad_scores, *ctx.options, ctx.logits_dtype, ctx.backend
-        )
-    return (grad_logits, *(None,) * 12)
-
-
-def _gating_topk_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, _ = inputs
-    ctx.save_for_backward(scores, grad_weights, expert_ids, grad_scores)
-    ctx.options = score, renormalize, scaling_factor, eps
-    ctx.out_dtype = out_dtype
-
-
-def _gating_topk_backward_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    scores, grad_weights, expert_ids, grad_scores = ctx.saved_tensors
-    inputs = (scores, grad_weights) if grad_scores is None else (scores, grad_weights, grad_scores)
-    pullback = torch.func.vjp(_float64_backward(expert_ids, ctx.options), *inputs)[1]
-    to_scores, to_grad_weights, *to_grad_scores = pullback(grad.double())
-    return to_scores, to_grad_weights, None, to_grad_scores[0] if to_grad_scores else None, *(None,) * 6
-
-
-def _float64_backward(expert_ids: Tensor, options: tuple[Any, ...]) -> Any:
-    """The backward as a function of scores, grad_weights and perhaps grad_scores.
-
-    In float64 the reference is differentiable torch: what is not a first derivative in reverse mode
-    comes from these lines.
+    >>> look_up_expert_ids(torch.tensor([1, 0, 2]), torch.tensor([[10, 42], [33, 127]])).tolist()
+    [[33, 127], [10, 42], [-1, -1]]
     """
-    reference = backends.module("gating", "reference")
-
-    def backward(scores: Tensor, grad_weights: Tensor, grad_scores: Tensor | None = None) -> Any:
-        return reference.gating_topk_backward(
-            scores.double(),
-            grad_weights.double(),
-            expert_ids,
-            None if grad_scores is None else grad_scores.double(),
-            *options,
-            torch.float64,
-            None,
-        )
-
-    return backward
-
-
-def _gating_topk_tangent(ctx: Any, inputs: list[Any], outputs: tuple[Tensor, ...], tangents: tuple[Any, ...]) -> Any:
-    _, expert_ids, scores = outputs
-    if tangents[0] is None:
-        return None, None, None
-    # The backward is linear in the gradients; its transpose maps tangents of logits to tangents of results.
-    zeros = scores.new_zeros(expert_ids.shape, dtype=ctx.weights_dtype), torch.zeros_like(scores)
-    backward = _float64_backward(expert_ids, ctx.options)
-    pullback = torch.func.vjp(lambda *grads: backward(scores, *grads), *zeros)[1]
-    weights_tangent, scores_tangent = pullback(tangents[0].double())
-    return weights_tangent, None, scores_tangent
-
-
-def _gating_topk_backward_tangent(
-    ctx: Any, inputs: list[Any], outputs: tuple[Tensor, ...], tangents: tuple[Any, ...]
-) -> Any:
-    pairs = [(inputs[i], tangents[i]) for i in (0, 1, 3) if inputs[i] is not None]  # all but the expert ids
-    primals = tuple(x for x, _ in pairs)
-    moves = tuple(torch.zeros_like(x) if move is None else move for x, move in pairs)
-    backward = _float64_backward(inputs[2], ctx.options)
-    # Dual levels do not nest, so no torch.func.jvp here: the transpose of the transpose.
-    zero = torch.zeros_like(inputs[0], dtype=torch.float64)
-    pushforward = torch.func.vjp(lambda grad: torch.func.vjp(backward, *primals)[1](grad), zero)[1]
-    return pushforward(moves)[0].to(ctx.out_dtype)
-
-
-_gating_topk = differentiable("gating_topk", _gating_topk_derivative, _gating_topk_setup, tangent=_gating_topk_tangent)
-_gating_topk_backward = differentiable(
-    "gating_topk_backward",
-    _gating_topk_backward_derivative,
-    _gating_topk_backward_setup,
-    tangent=_gating_topk_backward_tangent,
-)
+    known = (keys >= 0) & (keys < table.shape[0])
+    return torch.where(known[:, None], table[torch.where(known, keys, 0).long()], -1)
 
 
 # ---------------------------------------------------------------------------- checks
@@ -365,182 +342,180 @@ def _check_out(
     check.buffer(operator, argument, out, shape, dtype)
     if shape[1] > 1 and out.stride(1) != 1:
         raise check.wrong_value(operator, argument, "a tensor with contiguous rows", f"strides {out.stride()}")
-    backends.direct(operator, argument, out, *inputs)
+    dispatch.direct(operator, argument, out, *inputs)
     check.writable(operator, argument, out, *inputs)
 
 
-# ---------------------------------------------------------------------------- verbs
+# ---------------------------------------------------------------------------- derivatives
 
 
-def gating_topk(
-    logits: Tensor,
-    k: int,
-    *,
-    score: str = "softmax",
-    bias: Tensor | None = None,
-    num_groups: int = 1,
-    topk_groups: int | None = None,
-    group_score: str = "max",
-    renormalize: bool | None = None,
-    scaling_factor: float = 1.0,
-    eps: float = 1e-20,
-    expert_ids: Tensor | None = None,
-    weights_dtype: torch.dtype | None = None,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
-    backend: str | None = None,
-) -> Gating:
-    """Choose k experts for every token and weigh them.
+def _gating_topk_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, _, _, _, score, _, _, _, renormalize, scaling_factor, eps, weights_dtype, backend = inputs
+    _, expert_ids, scores = output
+    ctx.save_for_backward(scores, expert_ids)
+    ctx.options = score, renormalize, scaling_factor, eps
+    ctx.logits_dtype, ctx.weights_dtype, ctx.backend = logits.dtype, weights_dtype, backend
+    ctx.set_materialize_grads(False)
 
-    logits: [T, E], float16, bfloat16, float32 (all computed in float32) or float64 (reference backend).
-    Returns `Gating`: weights [T, k], expert_ids int32 [T, k] best first, scores [T, E].
 
-    score: how logits become scores s. "softmax"; "sigmoid"; "sqrtsoftplus", the square root of
-        log(1 + exp(x)); "topk_softmax": the logits themselves, and the weights are the softmax over the
-        chosen ones. The last is not "softmax" renormalised: logits [0, -200, -150] with k = 2 choose {0, 2}.
-    bias: [E], any of the four dtypes; added to the scores for the selection only, in float32 (float64 with
-        float64 logits); gets no gradient.
-    num_groups, topk_groups: the experts form num_groups equal groups of neighbours; only topk_groups of them
-        (None: all) stay in, by their best value ("max") or the sum of their two best ("top2_sum",
-        `group_score`). The others count as -inf.
-    renormalize: divide the weights by (their sum + eps). None: True for sigmoid and sqrtsoftplus, False for
-        softmax and topk_softmax. Then the weights are multiplied by `scaling_factor`, either way.
-    expert_ids: [T, k], any integer dtype: no selection, these experts are used (router replay), gradients
-        still flow. An id outside [0, E) has weight 0, is left out of sums and comes back as -1; repeats are
-        slots like any others, and k may exceed E.
-    weights_dtype: None is float32 (float64 for float64 logits). Rounded once, from float32.
-    out: the three tensors to write into, outside autograd; their rows may be strided. A None weights_dtype
-        is then that of the first.
+def _gating_topk_derivative(
+    ctx: Any, grad_weights: Tensor | None, _: Tensor | None, grad_scores: Tensor | None
+) -> tuple[Any, ...]:
+    scores, expert_ids = ctx.saved_tensors
+    grad_logits = None
+    if grad_weights is not None or grad_scores is not None:
+        if grad_weights is None:
+            grad_weights = scores.new_zeros(expert_ids.shape, dtype=ctx.weights_dtype)
+        grad_logits = _gating_topk_backward(
+            scores, grad_weights, expert_ids, grad_scores, *ctx.options, ctx.logits_dtype, ctx.backend
+        )
+    return (grad_logits, *(None,) * 12)
 
-    Order: the larger value first, equal values by smaller expert id, +0 equals -0, a NaN larger than every
-    number. The ids of a row are valid and distinct whatever the logits. Row t of the result depends on row t
-    of the logits alone. Differentiable in the logits, through weights and scores, as often as you like.
 
-    Equivalent torch, for sigmoid without groups: ``s = logits.float().sigmoid(); ids = (s + bias).topk(k)[1];
-    w = s.gather(1, ids); w = w / (w.sum(1, keepdim=True) + eps) * scaling_factor``.
+def _gating_topk_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, _ = inputs
+    ctx.save_for_backward(scores, grad_weights, expert_ids, grad_scores)
+    ctx.options = score, renormalize, scaling_factor, eps
+    ctx.out_dtype = out_dtype
 
-    >>> import torch, moeroute
-    >>> gating = moeroute.gating_topk(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), k=2)
-    >>> gating.weights, gating.expert_ids
-    (tensor([[0.6439, 0.2369]]), tensor([[3, 2]], dtype=torch.int32))
-    >>> moeroute.gating_topk(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), k=2, renormalize=True).weights
-    tensor([[0.7311, 0.2689]])
-    >>> bias = torch.tensor([9.0, 0.0, 0.0, 0.0])
-    >>> moeroute.gating_topk(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), k=2, score="sigmoid", bias=bias).expert_ids
-    tensor([[0, 3]], dtype=torch.int32)
 
-    Raises ValueError for shapes, sizes and numbers, TypeError for types and dtypes.
+def _gating_topk_backward_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    scores, grad_weights, expert_ids, grad_scores = ctx.saved_tensors
+    inputs = (scores, grad_weights) if grad_scores is None else (scores, grad_weights, grad_scores)
+    pullback = torch.func.vjp(_float64_backward(expert_ids, ctx.options), *inputs)[1]
+    to_scores, to_grad_weights, *to_grad_scores = pullback(grad.double())
+    return to_scores, to_grad_weights, None, to_grad_scores[0] if to_grad_scores else None, *(None,) * 6
+
+
+def _float64_backward(expert_ids: Tensor, options: tuple[Any, ...]) -> Any:
+    """The backward as a function of scores, grad_weights and perhaps grad_scores.
+
+    In float64 the reference is differentiable torch: what is not a first derivative in reverse mode
+    comes from these lines.
     """
+    reference = dispatch.module("gating", "reference")
+
+    def backward(scores: Tensor, grad_weights: Tensor, grad_scores: Tensor | None = None) -> Any:
+        return reference.gating_topk_backward(
+            scores.double(),
+            grad_weights.double(),
+            expert_ids,
+            None if grad_scores is None else grad_scores.double(),
+            *options,
+            torch.float64,
+        )
+
+    return backward
+
+
+def _gating_topk_tangent(ctx: Any, inputs: list[Any], outputs: tuple[Tensor, ...], tangents: tuple[Any, ...]) -> Any:
+    _, expert_ids, scores = outputs
+    if tangents[0] is None:
+        return None, None, None
+    # The backward is linear in the gradients; its transpose maps tangents of logits to tangents of results.
+    zeros = scores.new_zeros(expert_ids.shape, dtype=ctx.weights_dtype), torch.zeros_like(scores)
+    backward = _float64_backward(expert_ids, ctx.options)
+    pullback = torch.func.vjp(lambda *grads: backward(scores, *grads), *zeros)[1]
+    weights_tangent, scores_tangent = pullback(tangents[0].double())
+    return weights_tangent, None, scores_tangent
+
+
+def _gating_topk_backward_tangent(
+    ctx: Any, inputs: list[Any], outputs: tuple[Tensor, ...], tangents: tuple[Any, ...]
+) -> Any:
+    pairs = [(inputs[i], tangents[i]) for i in (0, 1, 3) if inputs[i] is not None]  # all but the expert ids
+    primals = tuple(x for x, _ in pairs)
+    moves = tuple(torch.zeros_like(x) if move is None else move for x, move in pairs)
+    backward = _float64_backward(inputs[2], ctx.options)
+    # Dual levels do not nest, so no torch.func.jvp here: the transpose of the transpose.
+    zero = torch.zeros_like(inputs[0], dtype=torch.float64)
+    pushforward = torch.func.vjp(lambda grad: torch.func.vjp(backward, *primals)[1](grad), zero)[1]
+    return pushforward(moves)[0].to(ctx.out_dtype)
+
+
+# ---------------------------------------------------------------------------- registration
+#
+# A registered operator may be called by anybody, and stands in exported graphs: it looks at all that a kernel indexes
+# with. A verb has looked already, and calls the kernel itself where it may.
+
+
+def _gating_topk_operator(
+    logits: Tensor,
+    bias: Tensor | None,
+    expert_ids: Tensor | None,
+    k: int,
+    score: str,
+    num_groups: int,
+    topk_groups: int,
+    group_score: str,
+    renormalize: bool,
+    scaling_factor: float,
+    eps: float,
+    weights_dtype: torch.dtype,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     operator = "gating_topk"
     _check_matrix(operator, "logits", logits, "[T, E]")
-    tokens, num_experts = logits.shape
-    exact = logits.dtype is torch.float64
-    renormalize = _check_renormalize(operator, renormalize, score)
-    if topk_groups is None:
-        topk_groups = num_groups
+    check.one_of(operator, "score", score, SCORES)
     _check_choice(operator, logits, bias, expert_ids, k, num_groups, topk_groups, group_score)
-    scaling_factor = _check_scalar(operator, "scaling_factor", scaling_factor, logits.dtype)
-    eps = _check_scalar(operator, "eps", eps, logits.dtype)
-    if weights_dtype is None:
-        weights_dtype = torch.float64 if exact else torch.float32
-        if isinstance(out, tuple | list) and len(out) == 3 and isinstance(out[0], Tensor):
-            weights_dtype = out[0].dtype
-    if weights_dtype is not torch.float32:
-        check.float_dtype(operator, "weights_dtype", weights_dtype, _result_dtypes(logits))
-    if out is not None:
-        if not isinstance(out, tuple | list) or len(out) != 3:
-            raise check.wrong_type(operator, "out", "a tuple of three tensors", out)
-        names = ("out[0]", "out[1]", "out[2]")
-        shapes = ((tokens, k), (tokens, k), (tokens, num_experts))
-        dtypes = (weights_dtype, torch.int32, _scores_dtype(logits))
-        for i in range(3):
-            others = (logits, bias, expert_ids, *(x for x in out[:i]))
-            _check_out(operator, names[i], out[i], shapes[i], dtypes[i], *others)
-        logits = logits.resolve_neg()
-        bias = None if bias is None else bias.resolve_neg()
-        expert_ids = None if expert_ids is None else expert_ids.resolve_neg()
-    if out is not None or backends.plain(logits, bias, expert_ids):
-        found = _module(operator, backend, logits).gating_topk(
-            logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
-            weights_dtype, out,
-        )  # fmt: skip
-        if out is not None:
-            for written in out:
-                increment_version(written)  # by address, of which autograd knows nothing
-    else:
-        found = _gating_topk(
-            logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
-            weights_dtype, backend,
-        )  # fmt: skip
-    return _as_gating(found)
+    check.float_dtype(operator, "weights_dtype", weights_dtype, _result_dtypes(logits))
+    _check_scalar(operator, "scaling_factor", scaling_factor, logits.dtype)
+    _check_scalar(operator, "eps", eps, logits.dtype)
+    found: tuple[Tensor, Tensor, Tensor] = _module(operator, backend, logits).gating_topk(
+        logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
+        weights_dtype,
+    )  # fmt: skip
+    return found
 
 
-def gating_topk_backward(
+def _gating_topk_backward_operator(
     scores: Tensor,
     grad_weights: Tensor,
     expert_ids: Tensor,
-    *,
+    grad_scores: Tensor | None,
     score: str,
-    renormalize: bool | None,
-    scaling_factor: float = 1.0,
-    eps: float = 1e-20,
-    grad_scores: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    out: Tensor | None = None,
-    backend: str | None = None,
+    renormalize: bool,
+    scaling_factor: float,
+    eps: float,
+    out_dtype: torch.dtype,
+    backend: str | None,
 ) -> Tensor:
-    """The gradient of `gating_topk` in the logits, [T, E], for those who bring their own autograd.
-
-    scores, expert_ids: as `gating_topk` returned them, float32 (or float64) [T, E] and any integer dtype
-    [T, K]. grad_weights: [T, K], any float dtype. grad_scores: [T, E] in the dtype of scores, where the scores
-    were used too. score, renormalize, scaling_factor, eps: as given to `gating_topk`. The result has `out_dtype`
-    (None: that of grad_weights), rounded once. Repeated ids of a row add up in slot order, ids outside [0, E)
-    add nothing. `out`: write there instead, outside autograd; rows may be strided. Differentiable.
-
-    With score="sigmoid" and renormalize=True this is aclnnMoeGatingTopKBackward.
-
-    Equivalent torch, sigmoid and renormalised: ``g = scaling_factor * grad_weights; w = scores.gather(1, ids);
-    D = w.sum(1, keepdim=True) + eps; g = (g - (w / D * g).sum(1, keepdim=True)) / D;
-    scores * (1 - scores) * torch.zeros_like(scores).scatter_add(1, ids, g)``.
-
-    >>> import torch, moeroute
-    >>> scores = torch.tensor([[0.5, 0.25, 0.75]])
-    >>> ids = torch.tensor([[2, 0]])
-    >>> moeroute.gating_topk_backward(scores, torch.tensor([[1.0, 0.0]]), ids, score="sigmoid", renormalize=False)
-    tensor([[0.0000, 0.0000, 0.1875]])
-
-    Raises ValueError for shapes, sizes and numbers, TypeError for types and dtypes.
-    """
     operator = "gating_topk_backward"
     _check_backward(operator, scores, grad_weights, expert_ids, grad_scores)
-    renormalize = _check_renormalize(operator, renormalize, score)
-    scaling_factor = _check_scalar(operator, "scaling_factor", scaling_factor, scores.dtype)
-    eps = _check_scalar(operator, "eps", eps, scores.dtype)
-    if out_dtype is None:
-        out_dtype = grad_weights.dtype if out is None or not isinstance(out, Tensor) else out.dtype
+    check.one_of(operator, "score", score, SCORES)
     check.float_dtype(operator, "out_dtype", out_dtype, _result_dtypes(scores))
-    if out is not None:
-        _check_out(operator, "out", out, tuple(scores.shape), out_dtype, scores, grad_weights, expert_ids, grad_scores)
-    if out is not None:
-        scores, grad_weights, expert_ids = scores.resolve_neg(), grad_weights.resolve_neg(), expert_ids.resolve_neg()
-        grad_scores = None if grad_scores is None else grad_scores.resolve_neg()
-    if out is not None or backends.plain(scores, grad_weights, expert_ids, grad_scores):
-        gradient: Tensor = _module(operator, backend, scores).gating_topk_backward(
-            scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, out
-        )
-        if out is not None:
-            increment_version(out)
-    else:
-        gradient = _gating_topk_backward(
-            scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, backend
-        )
+    _check_scalar(operator, "scaling_factor", scaling_factor, scores.dtype)
+    _check_scalar(operator, "eps", eps, scores.dtype)
+    gradient: Tensor = _module(operator, backend, scores).gating_topk_backward(
+        scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype
+    )
     return gradient
 
 
-def look_up_expert_ids(keys: Tensor, table: Tensor) -> Tensor:
-    """[T, K] expert ids of a table [N, K] by key [T] (hash routing); -1 for a key outside [0, N).
+def _scores_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype is torch.float64 else torch.float32
 
-    >>> look_up_expert_ids(torch.tensor([1, 0, 2]), torch.tensor([[10, 42], [33, 127]])).tolist()
-    [[33, 127], [10, 42], [-1, -1]]
-    """
-    known = (keys >= 0) & (keys < table.shape[0])
-    return torch.where(known[:, None], table[torch.where(known, keys, 0).long()], -1)
+
+_gating_topk = register(
+    "gating_topk(Tensor logits, Tensor? bias, Tensor? expert_ids, SymInt k, str score, SymInt num_groups, "
+    "SymInt topk_groups, str group_score, bool renormalize, float scaling_factor, float eps, "
+    "ScalarType weights_dtype, str? backend) -> (Tensor, Tensor, Tensor)",
+    _gating_topk_operator,
+    lambda logits, bias, expert_ids, k, *rest: (
+        logits.new_empty((logits.shape[0], k), dtype=rest[-2]),
+        logits.new_empty((logits.shape[0], k), dtype=torch.int32),
+        logits.new_empty(logits.shape, dtype=_scores_dtype(logits)),
+    ),
+    derivative=_gating_topk_derivative,
+    setup=_gating_topk_setup,
+    tangent=_gating_topk_tangent,
+)
+_gating_topk_backward = register(
+    "gating_topk_backward(Tensor scores, Tensor grad_weights, Tensor expert_ids, Tensor? grad_scores, str score, "
+    "bool renormalize, float scaling_factor, float eps, ScalarType out_dtype, str? backend) -> Tensor",
+    _gating_topk_backward_operator,
+    lambda scores, *rest: scores.new_empty(scores.shape, dtype=rest[-2]),
+    derivative=_gating_topk_backward_derivative,
+    setup=_gating_topk_backward_setup,
+    tangent=_gating_topk_backward_tangent,
+)

@@ -174,7 +174,8 @@ def gating_topk(
     scaling_factor: float,
     eps: float,
     weights_dtype: torch.dtype,
-    out: tuple[Tensor, Tensor, Tensor] | None,
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = logits if logits.dtype == torch.float64 else logits.float()
     scores = scores_of_logits(x, score)
@@ -204,7 +205,8 @@ def gating_topk_backward(
     scaling_factor: float,
     eps: float,
     out_dtype: torch.dtype,
-    out: Tensor | None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     columns, valid = columns_of(expert_ids, scores.shape[1])
     weights = weights_before_scaling(scores, columns, valid, score)

@@ -22,8 +22,9 @@ from torch.nn import Parameter
 
 from moeroute import check
 
-FILES = {"reference": "reference", "cpu": "numba_cpu", "triton": "triton_gpu"}
+FILES = {"reference": "reference", "cpu": "on_numba", "triton": "on_triton"}
 NAMES = tuple(FILES)
+ROOMS = ("gating", "planning", "maps", "indices", "rows", "weights")  # of ops, along the data path
 OLDEST_TRITON = (3, 2)
 OLDEST_INTERPRETER = (3, 6)  # older ones write int64 into int32 tensors, beyond their ends
 OLDEST_CAPABILITY = (8, 0)  # the first with bfloat16
@@ -80,7 +81,7 @@ def _triton_reason() -> str | None:
 
 def interpreted() -> bool:
     """Whether Triton's kernels run in its interpreter, on CPU tensors."""
-    return importlib.import_module("moeroute.ops.tiles").INTERPRETED
+    return importlib.import_module("moeroute.ops.triton_kit").INTERPRETED
 
 
 def _triton_refuses(device: torch.device) -> str | None:

@@ -10,9 +10,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from moeroute.ops.tiles import PARTIAL_SUMS, launch, narrow, power_of_two, sum_of_partials, tile_rows, widen
+from moeroute.ops import layout
+from moeroute.ops.triton_kit import (
+    PARTIAL_SUMS,
+    launch,
+    narrow,
+    power_of_two,
+    programs,
+    sum_of_partials,
+    tile_rows,
+    widen,
+)
+from moeroute.plan import PlanTensors
 
 # The launch table. An H200 keeps its memory busy with bandwidth × latency = 4.8 TB/s × 0.7 µs = 3.4 MB in flight,
 # 26 KB for each of 132 multiprocessors. A thread of `spread` or `combine` reads 16 bytes of a row at a time and has two
@@ -241,97 +251,7 @@ def dots_kernel(
             )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------- kernels: weights
-
-
-@triton.jit(do_not_specialize=["num_values", "size"])
-def take_kernel(out, values, index, num_values, size, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = (i >= 0) & (i < size)
-    at = tl.load(index + i, mask=inside, other=-1)
-    value = tl.load(values + at, mask=(at >= 0) & (at < num_values), other=0)
-    tl.store(out + i, value, mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_experts", "weights_stride"])
-def slot_weights_kernel(
-    out, weights, expert_of_slot, token_of_slot, num_tokens, topk, num_slots, num_experts, weights_stride,
-    SLOTS: tl.constexpr,
-):  # fmt: skip
-    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    valid = (slot >= 0) & (slot < num_slots)
-    token = token_of(token_of_slot, topk, slot, valid)
-    expert = tl.load(expert_of_slot + slot, mask=valid, other=-1)
-    used = (token >= 0) & (token < num_tokens) & (expert >= 0) & (expert < num_experts)
-    value = tl.load(weights + token.to(tl.int64) * weights_stride + expert, mask=used, other=0)
-    tl.store(out + slot, value, mask=valid)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_experts", "out_stride"])
-def slot_weights_backward_kernel(
-    out, grad, expert_of_slot, slot_offsets, num_tokens, topk, num_slots, num_experts, out_stride,
-    ACCUMULATE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    blocks = tl.cdiv(num_experts, BLOCK)
-    token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
-    column = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
-    valid = token < num_tokens
-    first, last = slots_of(slot_offsets, topk, num_slots, token, valid)
-    total = tl.zeros((TOKENS, BLOCK), tl.float32)
-    for k in range(0, tl.max(last - first, axis=0)):
-        slot = first + k
-        live = (slot >= 0) & (slot < last)
-        expert = tl.load(expert_of_slot + slot, mask=live, other=-1)
-        value = widen(tl.load(grad + slot, mask=live, other=0))[:, None]
-        if ACCUMULATE:
-            value = total + value
-        total = tl.where((expert[:, None] == column) & live[:, None], value, total)
-    narrowed = narrow(total, out.dtype.element_ty)
-    at = out + token.to(tl.int64)[:, None] * out_stride
-    tl.store(at + column, narrowed, mask=valid[:, None] & (column < num_experts))
-
-
 # ---------------------------------------------------------------------------- launchers
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """The tensor, or a copy where the elements of a row are not side by side, and the distance of its rows."""
-    stride, inner = tensor.stride()
-    if inner == 1 or tensor.shape[1] <= 1:
-        return tensor, stride
-    return tensor.contiguous(), tensor.shape[1]
-
-
-def _target(out: Tensor | None, like: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Where a kernel writes: `out`, or a fresh tensor where its strides do not serve."""
-    if out is None or (out.stride(1) != 1 and columns > 1):
-        return torch.empty((rows, columns), dtype=dtype, device=like.device)
-    return out
-
-
-def _vector(out: Tensor | None, like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """`_target` for one dimension."""
-    if out is not None and (out.stride(0) == 1 or size <= 1):
-        return out
-    return torch.empty(size, dtype=dtype, device=like.device)
-
-
-def _finish(target: Tensor, out: Tensor | None) -> Tensor:
-    if out is None:
-        return target
-    if out is not target:
-        return out.copy_(target)
-    increment_version(out)  # it was written by address, of which autograd knows nothing
-    return out
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers: what is copied and not computed with."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor).flatten(1) if tensor.dim() == 2 else torch.view_as_real(tensor).flatten()
-    return tensor.view(_BITS[tensor.element_size()])
 
 
 def _block(hidden: int, size: int) -> int:
@@ -343,21 +263,33 @@ def _warps(block: int, size: int) -> int:
     return min(max(block * size // LANE_BYTES, 1), 8)
 
 
-def _slots_at_once(num_slots: int, num_tokens: int) -> int:
-    return min(SLOTS_AT_ONCE, power_of_two(-(-num_slots // max(num_tokens, 1))))
+def _slots_at_once(plan: PlanTensors) -> int:
+    return min(SLOTS_AT_ONCE, power_of_two(-(-plan.row_of_slot.shape[0] // max(plan.num_tokens, 1))))
 
 
-def _token_of_slot(slot_offsets: Tensor | None, num_slots: int) -> Tensor | None:
-    """None where every token owns as many slots."""
-    if slot_offsets is None:
+def topk_of(plan: PlanTensors) -> int:
+    """Slots of a token where every token owns as many."""
+    return plan.row_of_slot.shape[0] // plan.num_tokens if plan.num_tokens else 0
+
+
+def owner_of_slot(plan: PlanTensors) -> Tensor | None:
+    """The token of every slot; None where every token owns as many slots."""
+    if plan.slot_offsets is None:
         return None
-    num_tokens = slot_offsets.shape[0] - 1
-    found = torch.empty(num_slots, dtype=torch.int32, device=slot_offsets.device)
+    num_tokens, num_slots = plan.num_tokens, plan.row_of_slot.shape[0]
+    found = torch.empty(num_slots, dtype=torch.int32, device=plan.slot_offsets.device)
     slots = tile_rows(num_slots, SMALL_TILE)
     launch(
-        token_of_slot_kernel, -(-num_slots // slots), found, slot_offsets, num_tokens, num_slots,
-        num_tokens.bit_length(), warps=4, SLOTS=slots,
-    )  # fmt: skip
+        token_of_slot_kernel,
+        programs(num_slots, slots),
+        token_of_slot=found,
+        slot_offsets=plan.slot_offsets,
+        num_tokens=num_tokens,
+        num_slots=num_slots,
+        steps=num_tokens.bit_length(),
+        warps=4,
+        SLOTS=slots,
+    )
     return found
 
 
@@ -366,176 +298,169 @@ def _aligned(*tensors: Tensor | None) -> bool:
     return all(t is None or not (t.data_ptr() % 16 or t.stride(0) % 16 or t.shape[1] % 16) for t in tensors)
 
 
-def _topk(num_slots: int, num_tokens: int) -> int:
-    return num_slots // num_tokens if num_tokens else 0
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
 
 
 def combine(
     rows: Tensor,
     weights: Tensor | None,
-    row_of_slot: Tensor,
-    slot_offsets: Tensor | None,
-    num_tokens: int,
+    plan: PlanTensors,
     *,
     init: Tensor | None = None,
     init_more: Tensor | None = None,
     bias: Tensor | None = None,
-    expert_of_slot: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    rows, rows_stride = _rows(rows)
-    num_rows, hidden = rows.shape
-    num_slots, size = row_of_slot.shape[0], rows.element_size()
-    target = _target(out, rows, num_tokens, hidden, rows.dtype)
-    init, init_stride = (None, 0) if init is None else _rows(init)
-    init_more, init_more_stride = (None, 0) if init_more is None else _rows(init_more)
+    """Allocates the [T, H] result, or writes `out`, of any strides."""
+    rows = layout.rows(rows)
+    init, init_more = (None if start is None else layout.rows(start) for start in (init, init_more))
+    (num_rows, hidden), size = rows.shape, rows.element_size()
+    target = layout.target(out, (plan.num_tokens, hidden), rows.dtype, rows.device)
     block = _block(hidden, size)
-    tokens = tile_rows(num_tokens, 1, block)
+    tokens = tile_rows(plan.num_tokens, 1, block)
     launch(
-        combine_kernel, -(-num_tokens // tokens) * -(-hidden // block),
-        target, rows, None if weights is None else weights.contiguous(), init, init_more,
-        None if bias is None else bias.contiguous(), row_of_slot, None if bias is None else expert_of_slot,
-        slot_offsets, num_tokens, _topk(num_slots, num_tokens), num_slots, num_rows,
-        0 if bias is None else bias.shape[0], hidden, target.stride(0), rows_stride, init_stride, init_more_stride,
-        warps=_warps(block, size), TOKENS=tokens, BLOCK=block, SLOTS=_slots_at_once(num_slots, num_tokens),
-    )  # fmt: skip
-    return _finish(target, out)
+        combine_kernel,
+        programs(plan.num_tokens, tokens) * programs(hidden, block),
+        out=target,
+        rows=rows,
+        weights=_contiguous(weights),
+        init=init,
+        init_more=init_more,
+        bias=_contiguous(bias),
+        row_of_slot=plan.row_of_slot,
+        expert_of_slot=None if bias is None else plan.expert_of_slot,
+        slot_offsets=plan.slot_offsets,
+        num_tokens=plan.num_tokens,
+        topk=topk_of(plan),
+        num_slots=plan.row_of_slot.shape[0],
+        num_rows=num_rows,
+        num_experts=0 if bias is None else bias.shape[0],
+        hidden=hidden,
+        out_stride=target.stride(0),
+        rows_stride=rows.stride(0),
+        init_stride=0 if init is None else init.stride(0),
+        init_more_stride=0 if init_more is None else init_more.stride(0),
+        warps=_warps(block, size),
+        TOKENS=tokens,
+        BLOCK=block,
+        SLOTS=_slots_at_once(plan),
+    )
+    return layout.finish(target, out)
 
 
-def spread(
-    x: Tensor,
-    weights: Tensor | None,
-    row_of_slot: Tensor,
-    slot_of_row: Tensor,
-    slot_offsets: Tensor | None,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    num_rows, num_slots = slot_of_row.shape[0], row_of_slot.shape[0]
-    target = _target(out, x, num_rows, x.shape[1], x.dtype)
+def spread(x: Tensor, weights: Tensor | None, plan: PlanTensors, *, out: Tensor | None = None) -> Tensor:
+    """Allocates the [R, H] result, or writes `out`, of any strides."""
+    num_rows = plan.slot_of_row.shape[0]
+    target = layout.target(out, (num_rows, x.shape[1]), x.dtype, x.device)
     written = target
     if weights is None:
-        x, written = _bits(x), _bits(target)
-    x, x_stride = _rows(x)
-    num_tokens, hidden = x.shape
-    size = x.element_size()
+        x, written = layout.bits(x), layout.bits(target)
+    x = layout.rows(x)
+    (num_tokens, hidden), size = x.shape, x.element_size()
     block, zero_block = _block(hidden, size), tile_rows(4 * hidden, ZERO_BLOCK)
-    slots = _slots_at_once(num_slots, num_tokens)
+    slots = _slots_at_once(plan)
     tokens, zero_rows = tile_rows(num_tokens, 1, slots * block), tile_rows(num_rows, ZERO_ROWS, zero_block)
-    programs = -(-num_tokens // tokens) * -(-hidden // block)
+    copies = programs(num_tokens, tokens) * programs(hidden, block)
     launch(
-        spread_kernel, programs + -(-num_rows // zero_rows),
-        written, x, None if weights is None else weights.contiguous(), row_of_slot, slot_of_row, slot_offsets,
-        num_tokens, _topk(num_slots, num_tokens), num_slots, num_rows, hidden, written.stride(0), x_stride, programs,
-        warps=_warps(block, size), TOKENS=tokens, BLOCK=block, SLOTS=slots, ROWS=zero_rows, ZERO_BLOCK=zero_block,
-    )  # fmt: skip
-    return _finish(target, out)
+        spread_kernel,
+        copies + programs(num_rows, zero_rows),
+        out=written,
+        x=x,
+        weights=_contiguous(weights),
+        row_of_slot=plan.row_of_slot,
+        slot_of_row=plan.slot_of_row,
+        slot_offsets=plan.slot_offsets,
+        num_tokens=num_tokens,
+        topk=topk_of(plan),
+        num_slots=plan.row_of_slot.shape[0],
+        num_rows=num_rows,
+        hidden=hidden,
+        out_stride=written.stride(0),
+        x_stride=x.stride(0),
+        programs=copies,
+        warps=_warps(block, size),
+        TOKENS=tokens,
+        BLOCK=block,
+        SLOTS=slots,
+        ROWS=zero_rows,
+        ZERO_BLOCK=zero_block,
+    )
+    return layout.finish(target, out)
 
 
 def _dots(
     dots: Tensor,
     out: Tensor | None,
-    y: Tensor,
+    rows: Tensor,
     x: Tensor,
     weights: Tensor | None,
     bias: Tensor | None,
-    row_of_slot: Tensor,
-    slot_of_row: Tensor | None,
-    expert_of_slot: Tensor | None,
-    slot_offsets: Tensor | None,
+    plan: PlanTensors,
 ) -> None:
-    (y, y_stride), (x, x_stride) = _rows(y), _rows(x)
-    (num_rows, hidden), num_tokens, num_slots = y.shape, x.shape[0], row_of_slot.shape[0]
+    """The dot products into `dots`; with `out` the spread rows too."""
+    rows, x = layout.rows(rows), layout.rows(x)
+    (num_rows, hidden), num_slots = rows.shape, plan.row_of_slot.shape[0]
     zero_block = tile_rows(4 * hidden, ZERO_BLOCK)
     slots, zero_rows = tile_rows(num_slots, DOT_SLOTS, 256), tile_rows(num_rows, ZERO_ROWS, zero_block)
-    programs = -(-num_slots // slots)
+    products = programs(num_slots, slots)
     launch(
-        dots_kernel, programs + (0 if out is None else -(-num_rows // zero_rows)),
-        dots, out, y, x, weights, bias, row_of_slot, slot_of_row, expert_of_slot,
-        _token_of_slot(slot_offsets, num_slots), slot_offsets, num_tokens, _topk(num_slots, num_tokens), num_slots,
-        num_rows, 0 if bias is None else bias.shape[0], hidden, 0 if out is None else out.stride(0), y_stride,
-        x_stride, programs, warps=DOT_SLOTS, spare=out is None or not _aligned(y, x, out),
-        SLOTS=slots, ROWS=zero_rows, ZERO_BLOCK=zero_block,
-    )  # fmt: skip
+        dots_kernel,
+        products + (0 if out is None else programs(num_rows, zero_rows)),
+        dots=dots,
+        out=out,
+        y=rows,
+        x=x,
+        weights=weights,
+        bias=bias,
+        row_of_slot=plan.row_of_slot,
+        slot_of_row=None if out is None else plan.slot_of_row,
+        expert_of_slot=None if bias is None else plan.expert_of_slot,
+        token_of_slot=owner_of_slot(plan),
+        slot_offsets=plan.slot_offsets,
+        num_tokens=plan.num_tokens,
+        topk=topk_of(plan),
+        num_slots=num_slots,
+        num_rows=num_rows,
+        num_experts=0 if bias is None else bias.shape[0],
+        hidden=hidden,
+        out_stride=0 if out is None else out.stride(0),
+        y_stride=rows.stride(0),
+        x_stride=x.stride(0),
+        programs=products,
+        warps=DOT_SLOTS,
+        spare=out is None or not _aligned(rows, x, out),
+        SLOTS=slots,
+        ROWS=zero_rows,
+        ZERO_BLOCK=zero_block,
+    )
 
 
 def row_dots(
-    y: Tensor,
+    rows: Tensor,
     x: Tensor,
-    row_of_slot: Tensor,
-    slot_offsets: Tensor | None,
+    plan: PlanTensors,
     dtype: torch.dtype,
     *,
     bias: Tensor | None = None,
-    expert_of_slot: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    dots = _vector(out, y, row_of_slot.shape[0], dtype)
-    bias, experts = (None, None) if bias is None else (bias.contiguous(), expert_of_slot)
-    _dots(dots, None, y, x, None, bias, row_of_slot, None, experts, slot_offsets)
-    return _finish(dots, out)
+    """Allocates the [S] result, or writes `out`, of any stride."""
+    dots = layout.target(out, (plan.row_of_slot.shape[0],), dtype, rows.device)
+    _dots(dots, None, rows, x, None, _contiguous(bias), plan)
+    return layout.finish(dots, out)
 
 
 def spread_dots(
     x: Tensor,
-    y: Tensor,
+    rows: Tensor,
     weights: Tensor,
-    row_of_slot: Tensor,
-    slot_of_row: Tensor,
-    slot_offsets: Tensor | None,
+    plan: PlanTensors,
     *,
     out: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
-    out_rows, out_dots = out
-    target = _target(out_rows, x, slot_of_row.shape[0], x.shape[1], x.dtype)
-    dots = _vector(out_dots, x, row_of_slot.shape[0], weights.dtype)
-    _dots(dots, target, y, x, weights.contiguous(), None, row_of_slot, slot_of_row, None, slot_offsets)
-    return _finish(target, out_rows), _finish(dots, out_dots)
-
-
-def take(values: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
-    values, size = values.contiguous(), index.shape[0]
-    target = _vector(out, values, size, values.dtype)
-    tile = tile_rows(size, SMALL_TILE)
-    launch(
-        take_kernel, -(-size // tile), _bits(target), _bits(values), index, values.shape[0], size, warps=4, BLOCK=tile
-    )
-    return _finish(target, out)
-
-
-def slot_weights(
-    weights: Tensor, expert_of_slot: Tensor, slot_offsets: Tensor | None, *, out: Tensor | None = None
-) -> Tensor:
-    weights, stride = _rows(weights)
-    num_tokens, num_experts = weights.shape
-    num_slots = expert_of_slot.shape[0]
-    target = _vector(out, weights, num_slots, weights.dtype)
-    slots = tile_rows(num_slots, SMALL_TILE)
-    launch(
-        slot_weights_kernel, -(-num_slots // slots), target, weights, expert_of_slot,
-        _token_of_slot(slot_offsets, num_slots), num_tokens, _topk(num_slots, num_tokens), num_slots, num_experts,
-        stride, warps=4, SLOTS=slots,
-    )  # fmt: skip
-    return _finish(target, out)
-
-
-def slot_weights_backward(
-    grad: Tensor,
-    expert_of_slot: Tensor,
-    slot_offsets: Tensor | None,
-    num_tokens: int,
-    num_experts: int,
-    accumulate: bool,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    num_slots = expert_of_slot.shape[0]
-    target = _target(out, grad, num_tokens, num_experts, grad.dtype)
-    block = tile_rows(4 * num_experts, min(power_of_two(num_experts), SMALL_TILE))
-    tokens = tile_rows(num_tokens, SMALL_TILE // block, block)
-    launch(
-        slot_weights_backward_kernel, -(-num_tokens // tokens) * -(-num_experts // block), target, grad.contiguous(),
-        expert_of_slot, slot_offsets, num_tokens, _topk(num_slots, num_tokens), num_slots, num_experts,
-        target.stride(0), warps=4, ACCUMULATE=accumulate, TOKENS=tokens, BLOCK=block,
-    )  # fmt: skip
-    return _finish(target, out)
+    """Allocates the [R, H] and [S] results, or writes what `out` has of them, of any strides."""
+    target = layout.target(out[0], (plan.slot_of_row.shape[0], x.shape[1]), x.dtype, x.device)
+    dots = layout.target(out[1], (plan.row_of_slot.shape[0],), weights.dtype, x.device)
+    _dots(dots, target, rows, x, weights.contiguous(), None, plan)
+    return layout.finish(target, out[0]), layout.finish(dots, out[1])

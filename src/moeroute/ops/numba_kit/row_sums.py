@@ -1,10 +1,11 @@
 """Kernel helpers that several rooms use: part of a row as a block, and the dot product of two rows."""
 
-from moeroute.ops.launch import kernel
-from moeroute.ops.simd import LANES, load, load_tail, pairwise, store, store_tail, zeros
+from moeroute.ops.numba_kit.blocks import load, load_tail, pairwise, store, store_tail, zeros
+from moeroute.ops.numba_kit.helpers import helper
+from moeroute.ops.numba_kit.pointers import LANES
 
 
-@kernel
+@helper
 def some(pointer, offset, count):
     """A block, or its first `count` elements."""
     if count == LANES:
@@ -12,7 +13,7 @@ def some(pointer, offset, count):
     return load_tail(pointer, offset, count)
 
 
-@kernel
+@helper
 def put(pointer, offset, block, count):
     """A block, or its first `count` elements, into memory."""
     if count == LANES:
@@ -21,7 +22,7 @@ def put(pointer, offset, block, count):
         store_tail(pointer, offset, block, count)
 
 
-@kernel
+@helper
 def product(y, y_offset, x, x_offset, bias, bias_offset, count):
     """A block of (y + bias) * x; a bias_offset below 0 means no bias."""
     left = some(y, y_offset, count)
@@ -30,7 +31,7 @@ def product(y, y_offset, x, x_offset, bias, bias_offset, count):
     return left * some(x, x_offset, count)
 
 
-@kernel
+@helper
 def dot_row(y, y_offset, x, x_offset, bias, bias_offset, size):
     """256 partial sums of the products, then neighbours. A bias (offset >= 0) is added to y first."""
     p0, p1, p2, p3 = zeros(), zeros(), zeros(), zeros()

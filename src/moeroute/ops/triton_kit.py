@@ -92,15 +92,22 @@ def power_of_two(size: int) -> int:
 
 
 def tile_rows(items: int, on_device: int, width: int = 1) -> int:
-    """How many rows, each of `width` elements, a tile has: the table's choice, or in the interpreter what leaves
-    few programs."""
+    """Rows per tile: `on_device` on an accelerator; in the interpreter, enough rows to leave about four programs.
+
+    A row has `width` elements.
+    """
     if not INTERPRETED:
         return max(on_device, 2) if ASCEND else on_device
     wanted = power_of_two(-(-items // _INTERPRETED_PROGRAMS))
     return max(on_device, min(wanted, tl.TRITON_MAX_TENSOR_NUMEL // width))
 
 
-def launch(kernel: Any, programs: int, *arguments: Any, warps: int, spare: bool = False, **constants: Any) -> None:
+def programs(items: int, tile: int) -> int:
+    """How many programs a launch needs, each of which takes a tile of the items."""
+    return -(-items // tile)
+
+
+def launch(kernel: Any, programs: int, /, *, warps: int, spare: bool = False, **arguments: Any) -> None:
     """Run the kernel on the device of its first tensor, with one rounding for every operation.
 
     warps: of 32 threads, whatever the device's own have. spare: a thread may have all the registers that it wants;
@@ -115,8 +122,8 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int, spare: bool 
         options["num_warps"] = max(warps * 32 // lanes, 1)
         if spare and kind == "cuda":
             options["maxnreg"] = 255
-    with _surroundings(next(a.device for a in arguments if isinstance(a, Tensor))):
-        kernel[(programs,)](*arguments, **options, **constants)
+    with _surroundings(next(a.device for a in arguments.values() if isinstance(a, Tensor))):
+        kernel[(programs,)](**arguments, **options)
 
 
 def _surroundings(device: torch.device) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Gating on devices: kernels, then launchers.
+"""Gating in Triton: the kernels. Their launchers are in on_triton.py.
 
 A tile holds whole rows: the scores are made, stored and turned into integer keys in the order of the
 values; the best key is taken out k times; the weights of the chosen ones are made of their logits, whose
@@ -7,36 +7,17 @@ slots and many groups go through memory instead, one launch for each step. Every
 before it is used.
 """
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from moeroute.ops.tiles import (
-    INTERPRETED,
+from moeroute.ops.triton_kit import (
     PARTIAL_SUMS,
-    launch,
     narrow,
-    power_of_two,
     sum_of_partials,
-    tile_rows,
     widen,
 )
 
-SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "topk_softmax": 3}
 SOFTMAX, SIGMOID, SQRTSOFTPLUS, TOPK_SOFTMAX = map(tl.constexpr, range(4))
-
-# Rows of a tile and its warps by the padded length of a row. Up to 256 elements a row stays inside a warp,
-# where a maximum takes no barrier; a thread holds 8 elements (16 for 512), or 16 bytes of a bfloat16 load,
-# and needs some 40 registers, so that an SM has some 48 warps and 24 KB of loads in flight. Beyond, the
-# rows are as few as triton-ascend's sum by pairs takes, and a thread holds 8 or 16 elements.
-TILES = {64: (16, 4), 128: (8, 4), 256: (4, 4), 512: (4, 4), 1024: (2, 8), 2048: (2, 8), 4096: (2, 16), 8192: (2, 8)}
-SHORTEST, LONGEST, LONGEST_SORTED = 64, 4096, 8192  # 8,192 with anything but the sort spill registers
-LONGEST_GROUPED = 1024  # 2,048 in 16 groups spill
-FEW_SLOTS, MOST_SLOTS = 8, 32  # in a tile; a maximum for each of more slots costs more than sorting
-MOST_GROUPS = 16  # in a tile: each group is compared with each
-PIECE = 8192 if INTERPRETED else 1024  # of a row that is walked through
-BACKWARD_PIECE = 8192 if INTERPRETED else 256  # the same in the backward: longer ones spill registers
 
 # Keys: int32 in the order of the values.
 LOWEST = tl.constexpr(-(2**31))  # below every value's key: no expert
@@ -562,157 +543,3 @@ def gating_backward(
         elif SCORE == SQRTSOFTPLUS:
             grad = sqrtsoftplus_slope(s) * grad
         tl.store(out + row * out_stride + at, narrow(grad, out.dtype.element_ty), mask=mask)
-
-
-# ---------------------------------------------------------------------------- launchers
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The tensor itself where its rows are contiguous, whatever their distance; else a copy."""
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
-
-
-def _tile(tokens: int, length: int, share: int = 1) -> dict[str, int]:
-    """What `launch` wants to know for tiles with rows of this length, or with pieces of longer ones; a `share` of
-    the rows where a thread holds more than the elements of a row."""
-    rows, warps = TILES[length]
-    rows = max(rows // share, 1)
-    rows = tile_rows(tokens, rows, max(length, PARTIAL_SUMS.value))
-    return {"warps": warps, "ROWS": rows, "BLOCK": length}
-
-
-def _programs(items: int, tile: dict[str, int]) -> int:
-    return -(-items // tile["ROWS"])
-
-
-def _slots(k: int) -> int:
-    return FEW_SLOTS if k <= FEW_SLOTS else MOST_SLOTS
-
-
-def _share(length: int, k: int) -> int:
-    """Many slots beside the many short rows of a tile spill registers."""
-    return 2 if k > FEW_SLOTS and length == SHORTEST else 1
-
-
-def gating_topk(
-    logits: Tensor,
-    bias: Tensor | None,
-    expert_ids: Tensor | None,
-    k: int,
-    score: str,
-    num_groups: int,
-    topk_groups: int,
-    group_score: str,
-    renormalize: bool,
-    scaling_factor: float,
-    eps: float,
-    weights_dtype: torch.dtype,
-    out: tuple[Tensor, Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, num_experts = logits.shape
-    if out is None:
-        weights = torch.empty((tokens, k), dtype=weights_dtype, device=logits.device)
-        ids = torch.empty((tokens, k), dtype=torch.int32, device=logits.device)
-        scores = torch.empty((tokens, num_experts), dtype=torch.float32, device=logits.device)
-    else:
-        weights, ids, scores = out
-    logits = _rows(logits)
-    if bias is not None and (bias.dtype is torch.float64 or not bias.is_contiguous()):
-        bias = bias.to(torch.float32).contiguous()
-    if expert_ids is not None:
-        expert_ids = _rows(expert_ids)
-    group_size = num_experts // num_groups
-    groups, length = 1, power_of_two(num_experts)
-    if topk_groups < num_groups and expert_ids is None:
-        groups = power_of_two(num_groups)
-        length = groups * power_of_two(group_size)
-    length = max(length, SHORTEST)
-    if length <= (LONGEST if groups == 1 else LONGEST_GROUPED) and groups <= MOST_GROUPS and k <= MOST_SLOTS:
-        tile = _tile(tokens, length, _share(length, k))
-        launch(
-            gating_tile, _programs(tokens, tile), weights, ids, scores, logits, bias, expert_ids, tokens, num_experts,
-            k, weights.stride(0), ids.stride(0), scores.stride(0), logits.stride(0),
-            0 if expert_ids is None else expert_ids.stride(0), group_size, topk_groups, int(renormalize),
-            scaling_factor, eps, SCORE=SCORES[score], GROUPS=groups, TOP2=group_score == "top2_sum", SLOTS=_slots(k),
-            **tile,
-        )  # fmt: skip
-        return weights, ids, scores
-    tile = _tile(tokens, PIECE)
-    launch(
-        gating_scores, _programs(tokens, tile), scores, logits, tokens, num_experts, scores.stride(0),
-        logits.stride(0), SCORE=SCORES[score], **tile,
-    )  # fmt: skip
-    if expert_ids is None:
-        group_values = best_groups = None
-        if groups > 1:
-            group_values = torch.empty((tokens, num_groups), dtype=torch.float32, device=logits.device)
-            best_groups = torch.empty((tokens, topk_groups), dtype=torch.int32, device=logits.device)
-            tile = _tile(tokens * num_groups, min(max(power_of_two(group_size), SHORTEST), PIECE))
-            launch(
-                gating_groups, _programs(tokens * num_groups, tile), group_values, scores, bias, tokens, num_experts,
-                scores.stride(0), group_size, TOP2=group_score == "top2_sum", **tile,
-            )  # fmt: skip
-            _select(best_groups, group_values, None, None, None, 1)
-        _select(ids, scores, bias, group_values, best_groups, group_size)
-    source = ids if expert_ids is None else expert_ids
-    tile = _tile(tokens, SHORTEST)
-    launch(
-        gating_weights, _programs(tokens, tile), weights, ids, scores, source, tokens, num_experts, k,
-        weights.stride(0), ids.stride(0), scores.stride(0), source.stride(0), int(renormalize), scaling_factor, eps,
-        spare=True, SCORE=SCORES[score], ROWS=tile["ROWS"], SLOTS=_slots(k), warps=tile["warps"],
-    )  # fmt: skip
-    return weights, ids, scores
-
-
-def _select(
-    chosen: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    group_values: Tensor | None,
-    groups: Tensor | None,
-    group_size: int,
-) -> None:
-    """The indices of the best values of each row, as many as `chosen` has room for."""
-    (tokens, k), count = chosen.shape, values.shape[1]
-    length = max(power_of_two(count), SHORTEST)
-    shared = (
-        chosen, values, bias, group_values, groups, tokens, count, k, 0 if groups is None else groups.shape[1],
-        chosen.stride(0), values.stride(0), group_size,
-    )  # fmt: skip
-    if length <= (LONGEST_SORTED if groups is None and k > MOST_SLOTS else LONGEST):
-        tile = _tile(tokens, length, share=2)  # keys of 8 bytes
-        tile["warps"] = min(tile["warps"], 8)
-        launch(gating_sort, _programs(tokens, tile), *shared, spare=True, LOG2=length.bit_length() - 1, **tile)
-    else:
-        tile = _tile(tokens, PIECE)
-        launch(gating_search, _programs(tokens, tile), *shared, **tile)
-
-
-def gating_topk_backward(
-    scores: Tensor,
-    grad_weights: Tensor,
-    expert_ids: Tensor,
-    grad_scores: Tensor | None,
-    score: str,
-    renormalize: bool,
-    scaling_factor: float,
-    eps: float,
-    out_dtype: torch.dtype,
-    out: Tensor | None,
-) -> Tensor:
-    tokens, num_experts = scores.shape
-    k = expert_ids.shape[1]
-    if out is None:
-        out = torch.empty((tokens, num_experts), dtype=out_dtype, device=scores.device)
-    scores, grad_weights, expert_ids = _rows(scores), _rows(grad_weights), _rows(expert_ids)
-    if grad_scores is not None:
-        grad_scores = _rows(grad_scores)
-    length = min(max(power_of_two(num_experts), SHORTEST), BACKWARD_PIECE)
-    tile = _tile(tokens, length, _share(length, k))
-    launch(
-        gating_backward, _programs(tokens, tile), out, scores, grad_weights, expert_ids, grad_scores, tokens,
-        num_experts, k, out.stride(0), scores.stride(0), grad_weights.stride(0), expert_ids.stride(0),
-        0 if grad_scores is None else grad_scores.stride(0), int(renormalize), scaling_factor, eps,
-        spare=True, SCORE=SCORES[score], SLOTS=_slots(k), **tile,
-    )  # fmt: skip
-    return out

@@ -1,0 +1,19 @@
+"""Every list of dtypes and every limit."""
+
+import torch
+
+LARGEST = 2**31 - 1  # slots, rows and experts are numbered in int32
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGERS = (
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)
+MAPS = (torch.bool, torch.int8, torch.uint8)
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size: what copies without looking

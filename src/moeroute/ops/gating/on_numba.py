@@ -1,0 +1,135 @@
+"""Gating on the CPU: launchers. The kernels are in numba_forward.py and numba_backward.py."""
+
+import torch
+from torch import Tensor
+
+from moeroute import memory
+from moeroute.ops.gating.numba_backward import gating_backward
+from moeroute.ops.gating.numba_forward import (
+    FLOAT32,
+    FLOATS,
+    SIGMOID,
+    SOFTMAX,
+    SQRTSOFTPLUS,
+    TOPK_SOFTMAX,
+    FloatRows,
+    IdRows,
+    Options,
+    gating_forward,
+)
+
+SMALL = memory.SMALLEST // 8  # elements that the pool does not care for, whatever their dtype
+CPU = torch.device("cpu")
+SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "sqrtsoftplus": SQRTSOFTPLUS, "topk_softmax": TOPK_SOFTMAX}
+empty = torch.empty
+
+# What one expert of one row costs, in the bytes of `launch.SERIAL_WORK`: 1.6 ns and 0.1 ns measured.
+FORWARD_BYTES, BACKWARD_BYTES = 16, 4
+
+
+def _new(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    if rows * columns <= SMALL:
+        return empty(rows, columns, dtype=dtype, device=CPU)  # 0.4 µs less than the pool's way here
+    return memory.empty((rows, columns), dtype)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tensor itself where its rows are contiguous, whatever their distance; else a copy."""
+    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
+
+
+def _float_rows(x: Tensor | None) -> FloatRows:
+    return FloatRows(0, 0, FLOAT32) if x is None else FloatRows(x.data_ptr(), x.stride(0), FLOATS[x.dtype])
+
+
+def _id_rows(ids: Tensor | None) -> IdRows:
+    return IdRows(0, 0) if ids is None else IdRows(ids.data_ptr(), ids.stride(0))
+
+
+def _int32_ids(expert_ids: Tensor, num_experts: int) -> Tensor:
+    if expert_ids.dtype == torch.int32:
+        return _rows(expert_ids)
+    ids = expert_ids.to(torch.int64)  # looked at before it is narrowed
+    return _rows(torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(torch.int32))
+
+
+def gating_topk(
+    logits: Tensor,
+    bias: Tensor | None,
+    expert_ids: Tensor | None,
+    k: int,
+    score: str,
+    num_groups: int,
+    topk_groups: int,
+    group_score: str,
+    renormalize: bool,
+    scaling_factor: float,
+    eps: float,
+    weights_dtype: torch.dtype,
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, num_experts = logits.shape
+    if out is None:
+        weights, ids = _new(tokens, k, weights_dtype), _new(tokens, k, torch.int32)
+        scores = _new(tokens, num_experts, torch.float32)
+    else:
+        weights, ids, scores = out
+    logits = _rows(logits)
+    if bias is not None and not (bias.dtype is torch.float32 and bias.is_contiguous()):
+        bias = bias.to(torch.float32).contiguous()
+    if expert_ids is not None:
+        expert_ids = _int32_ids(expert_ids, num_experts)
+    gating_forward(
+        None,
+        items=tokens,
+        work=tokens * num_experts * FORWARD_BYTES,
+        weights=_float_rows(weights),
+        expert_ids=_id_rows(ids),
+        scores=_float_rows(scores),
+        logits=_float_rows(logits),
+        bias=0 if bias is None else bias.data_ptr(),
+        given_ids=_id_rows(expert_ids),
+        num_experts=num_experts,
+        k=k,
+        options=Options(
+            SCORES[score], num_groups, topk_groups, group_score == "top2_sum", renormalize, scaling_factor, eps
+        ),
+    )
+    return weights, ids, scores
+
+
+def gating_topk_backward(
+    scores: Tensor,
+    grad_weights: Tensor,
+    expert_ids: Tensor,
+    grad_scores: Tensor | None,
+    score: str,
+    renormalize: bool,
+    scaling_factor: float,
+    eps: float,
+    out_dtype: torch.dtype,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    tokens, num_experts = scores.shape
+    k = expert_ids.shape[1]
+    if out is None:
+        out = _new(tokens, num_experts, out_dtype)
+    scores, grad_weights, expert_ids = _rows(scores), _rows(grad_weights), _int32_ids(expert_ids, num_experts)
+    if grad_scores is not None:
+        grad_scores = _rows(grad_scores)
+    gating_backward(
+        None,
+        items=tokens,
+        work=tokens * num_experts * BACKWARD_BYTES,
+        out=_float_rows(out),
+        scores=_float_rows(scores),
+        grad_weights=_float_rows(grad_weights),
+        expert_ids=_id_rows(expert_ids),
+        grad_scores=_float_rows(grad_scores),
+        num_experts=num_experts,
+        k=k,
+        options=Options(SCORES[score], 1, 1, False, renormalize, scaling_factor, eps),
+    )
+    return out

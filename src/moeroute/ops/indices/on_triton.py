@@ -1,0 +1,222 @@
+"""Plans of given index tensors in Triton: kernels, then launchers."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moeroute.ops.planning.on_triton import cut, nothing
+from moeroute.ops.planning.triton_sort import BINS, PIECE, WARPS, bin_bounds, empty_like, first_at_least, sort_slots
+from moeroute.ops.triton_kit import launch, programs, tile_rows
+
+# ---------------------------------------------------------------------------- kernels
+
+
+@triton.jit
+def inside_or_none(index, first, count):
+    """index - first in int64, -1 where that is not in [0, count)."""
+    first = first.to(tl.int64)
+    return tl.where((index >= first) & (index < first + count), index - first, -1)
+
+
+@triton.jit(do_not_specialize=["first_row", "num_slots", "num_rows"])
+def narrow_rows(
+    row_of_slot, slot_of_row, expert_of_slot, rows, experts, first_row, num_slots, num_rows,
+    EXPERTS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
+    inside = at < num_slots
+    row = inside_or_none(tl.load(rows + at, mask=inside, other=-1).to(tl.int64), first_row, num_rows)
+    tl.store(row_of_slot + at, row.to(tl.int32), mask=inside)
+    tl.atomic_max(slot_of_row + row, at.to(tl.int32), mask=inside & (row >= 0))
+    if EXPERTS:
+        e = tl.load(experts + at, mask=inside, other=-1).to(tl.int64)
+        tl.store(expert_of_slot + at, tl.where((e >= 0) & (e <= 0x7FFFFFFF), e, -1).to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_tokens", "num_rows", "rows_per_expert"])
+def entry_rows(
+    row_of_slot, slot_of_row, expert_of_slot, keys, slots, rows, num_slots, num_tokens, num_rows, rows_per_expert,
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """The row of each slot's entry, and its expert; without `rows` entry i has row i."""
+    at = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
+    inside = at < num_slots
+    live = inside & (tl.load(keys + at, mask=inside, other=0) < num_tokens)
+    row = tl.load(slots + at, mask=inside, other=0).to(tl.int64)
+    if ROWS:
+        row = tl.load(rows + row, mask=live, other=-1).to(tl.int64)
+    live = live & (row >= 0) & (row < num_rows)
+    row = tl.where(live, row, -1)
+    tl.store(row_of_slot + at, row.to(tl.int32), mask=inside)
+    tl.atomic_max(slot_of_row + row, at.to(tl.int32), mask=live)
+    if EXPERTS:
+        tl.store(expert_of_slot + at, tl.where(live, row // rows_per_expert, -1).to(tl.int32), mask=inside)
+
+
+@triton.jit(do_not_specialize=["ranks", "experts", "num_tokens"])
+def segment_starts(
+    token_starts, row_starts, tokens, lengths, ranks, experts, num_tokens, PIECE: tl.constexpr
+):  # fmt: skip
+    """One program. First token of each chunk, rank by rank; first row of each chunk, expert by expert."""
+    chunks = ranks * experts
+    limit = num_tokens.to(tl.int64)
+    token = tl.program_id(0).to(tl.int64)
+    row = token
+    for first in range(0, chunks, PIECE):
+        c = first + tl.arange(0, PIECE)
+        inside = c < chunks
+        by_rank = tl.load(lengths + c, mask=inside, other=0).to(tl.int64)
+        by_expert = tl.load(
+            lengths + (c % tl.maximum(ranks, 1)) * experts + c // tl.maximum(ranks, 1), mask=inside, other=0
+        ).to(tl.int64)
+        by_rank = tl.minimum(tl.maximum(by_rank, 0), limit)
+        by_expert = tl.minimum(tl.maximum(by_expert, 0), limit)
+        tl.store(token_starts + c, token + tl.cumsum(by_rank, axis=0) - by_rank, mask=inside)
+        tl.store(row_starts + c, row + tl.cumsum(by_expert, axis=0) - by_expert, mask=inside)
+        token += tl.sum(by_rank, axis=0)
+        row += tl.sum(by_expert, axis=0)
+    tl.store(token_starts + chunks, token)
+    tl.store(row_starts + chunks, row)
+
+
+@triton.jit(do_not_specialize=["ranks", "experts", "steps", "num_tokens"])
+def segments(
+    row_of_slot, slot_of_row, tokens, token_starts, row_starts, ranks, experts, steps, num_tokens, PIECE: tl.constexpr
+):
+    """Row of each token and token of each row, by the same search; counts of the experts."""
+    at = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
+    chunks = ranks * experts
+    inside = at < num_tokens
+    low = tl.minimum(at, 0)  # as in `bounds`
+    high = low + tl.where(inside, chunks + 1, 0)
+    # The last chunk that begins at or before the token; the end of all chunks counts as one.
+    c = first_at_least(token_starts, at + 1, low, high, steps) - 1
+    live = inside & (c >= 0) & (c < chunks)
+    other = (c % tl.maximum(experts, 1)) * ranks + c // tl.maximum(experts, 1)
+    row = at - tl.load(token_starts + c, mask=live, other=0) + tl.load(row_starts + other, mask=live, other=0)
+    tl.store(row_of_slot + at, tl.where(live & (row < num_tokens), row, -1).to(tl.int32), mask=inside)
+    c = first_at_least(row_starts, at + 1, low, high, steps) - 1
+    live = inside & (c >= 0) & (c < chunks)
+    other = (c % tl.maximum(ranks, 1)) * experts + c // tl.maximum(ranks, 1)
+    token = at - tl.load(row_starts + c, mask=live, other=0) + tl.load(token_starts + other, mask=live, other=0)
+    tl.store(slot_of_row + at, tl.where(live & (token < num_tokens), token, -1).to(tl.int32), mask=inside)
+    mine = at < experts
+    begin = tl.load(row_starts + at * ranks, mask=mine, other=0)
+    end = tl.load(row_starts + (at + 1) * ranks, mask=mine, other=0)
+    tl.store(tokens + at, cut(end - begin, begin, num_tokens), mask=mine)
+
+
+# ---------------------------------------------------------------------------- launchers
+
+
+def plan_row_of_slot(
+    row_of_slot: Tensor,
+    expert_of_slot: Tensor | None,
+    num_rows: int,
+    first_row: int,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    num_slots = row_of_slot.numel()
+    narrowed = empty_like(row_of_slot, num_slots) if out is None else out
+    experts = None if expert_of_slot is None else empty_like(row_of_slot, num_slots)
+    slot_of_row = nothing(row_of_slot, num_rows)
+    piece = tile_rows(num_slots, PIECE)
+    launch(
+        narrow_rows,
+        programs(num_slots, piece),
+        row_of_slot=narrowed,
+        slot_of_row=slot_of_row,
+        expert_of_slot=narrowed if experts is None else experts,
+        rows=row_of_slot,
+        experts=row_of_slot if expert_of_slot is None else expert_of_slot,
+        first_row=first_row,
+        num_slots=num_slots,
+        num_rows=num_rows,
+        warps=WARPS,
+        spare=True,
+        EXPERTS=experts is not None,
+        PIECE=piece,
+    )
+    return narrowed, slot_of_row, experts
+
+
+def plan_token_ids(
+    token_ids: Tensor,
+    rows: Tensor | None,
+    num_tokens: int,
+    num_rows: int,
+    num_experts: int | None,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    num_slots = token_ids.shape[0]
+    keys, slots = sort_slots(token_ids, None, 0, num_tokens, BINS)
+    slot_offsets = bin_bounds(keys, 0, num_tokens)
+    row_of_slot = empty_like(token_ids, num_slots) if out is None else out
+    slot_of_row = nothing(token_ids, num_rows)
+    experts = None if num_experts is None else empty_like(token_ids, num_slots)
+    each = 1 if num_experts is None else num_rows // num_experts
+    piece = tile_rows(num_slots, PIECE)
+    launch(
+        entry_rows,
+        programs(num_slots, piece),
+        row_of_slot=row_of_slot,
+        slot_of_row=slot_of_row,
+        expert_of_slot=row_of_slot if experts is None else experts,
+        keys=keys,
+        slots=slots,
+        rows=slots if rows is None else rows,
+        num_slots=num_slots,
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        rows_per_expert=max(each, 1),
+        warps=WARPS,
+        ROWS=rows is not None,
+        EXPERTS=experts is not None,
+        PIECE=piece,
+    )
+    tokens = None
+    if num_experts is not None:
+        tokens = (slot_of_row.view(num_experts, each) >= 0).sum(dim=1)
+    return row_of_slot, slot_of_row, slot_offsets, experts, tokens
+
+
+def plan_segments(lengths: Tensor, num_tokens: int, *, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    ranks, experts = lengths.shape
+    starts = empty_like(lengths, 2, ranks * experts + 1, dtype=torch.int64)
+    tokens = empty_like(lengths, experts, dtype=torch.int64)
+    launch(
+        segment_starts,
+        1,
+        token_starts=starts[0],
+        row_starts=starts[1],
+        tokens=tokens,
+        lengths=lengths,
+        ranks=ranks,
+        experts=experts,
+        num_tokens=num_tokens,
+        warps=WARPS,
+        PIECE=PIECE,
+    )
+    row_of_slot = empty_like(lengths, num_tokens) if out is None else out
+    slot_of_row = empty_like(lengths, num_tokens)
+    items = max(num_tokens, experts)
+    piece = tile_rows(items, PIECE)
+    launch(
+        segments,
+        programs(items, piece),
+        row_of_slot=row_of_slot,
+        slot_of_row=slot_of_row,
+        tokens=tokens,
+        token_starts=starts[0],
+        row_starts=starts[1],
+        ranks=ranks,
+        experts=experts,
+        steps=(ranks * experts + 1).bit_length(),
+        num_tokens=num_tokens,
+        warps=WARPS,
+        PIECE=piece,
+    )
+    return row_of_slot, slot_of_row, tokens

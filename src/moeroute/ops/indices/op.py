@@ -1,0 +1,320 @@
+"""Plans of those who hold index tensors already: rows of slots, tokens of rows, lengths of segments."""
+
+import torch
+from torch import Tensor
+
+from moeroute import check, dispatch
+from moeroute.dtypes import LARGEST
+from moeroute.ops.planning.common import destination, fake_vector, hand_over, index_tensor, or_empty
+from moeroute.ops.register import register
+from moeroute.plan import RoutingPlan, make_plan
+
+
+def plan_from_row_of_slot(
+    row_of_slot: Tensor,
+    num_tokens: int,
+    num_rows: int,
+    *,
+    first_row: int = 0,
+    expert_of_slot: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> RoutingPlan:
+    """The plan of somebody who knows the row of each slot, such as aclnn's `sortedIndices`.
+
+    `row_of_slot` is [T, K] or [T * K], int32 or int64, of any strides. `first_row` is subtracted, and
+    what then lies outside [0, num_rows) is -1: no row. Several slots may name one row: each reads
+    it, and its `slot_of_row` is the last of them. Nothing is read back.
+
+    >>> plan = plan_from_row_of_slot(torch.tensor([2, 4, 0, 3, 1, 5]), num_tokens=3, num_rows=4)
+    >>> plan.row_of_slot.tolist(), plan.slot_of_row.tolist(), plan.topk
+    ([2, -1, 0, 3, 1, -1], [2, 4, 0, 3], 2)
+    >>> plan_from_row_of_slot(torch.tensor([2, 4, 0, 3, 1, 5]), 3, 4, first_row=1).row_of_slot.tolist()
+    [1, 3, -1, 2, 0, -1]
+
+    In torch: `slot_of_row[row_of_slot] = arange(T * K)`.
+
+    `expert_of_slot`, of the same number of elements and any integer dtype, is for weights [T, E] and
+    a bias [E, H]; what is negative or does not fit into int32 becomes -1. The plan knows no
+    `num_experts` and no counts. K is the number of slots divided by T (1 where both are 0). `out`: as for
+    `plan_from_expert_ids`, here and in the other constructors.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
+    """
+    operator = "plan_from_row_of_slot"
+    check.integer(operator, "num_tokens", num_tokens, 0, LARGEST - 1)
+    check.integer(operator, "num_rows", num_rows, 0, LARGEST)
+    check.integer(operator, "first_row", first_row, 0, 2**62)
+    check.tensor(operator, "row_of_slot", row_of_slot)
+    if row_of_slot.dtype is not torch.int32 and row_of_slot.dtype is not torch.int64:
+        raise check.wrong_dtype(operator, "row_of_slot", "int32 or int64", row_of_slot)
+    shape = f"[T, K] or [T * K] with T = num_tokens = {num_tokens}"
+    row_of_slot = index_tensor(operator, "row_of_slot", row_of_slot, shape, (1, 2))
+    num_slots = row_of_slot.numel()
+    if row_of_slot.dim() == 2:
+        if row_of_slot.shape[0] != num_tokens:
+            raise check.wrong_shape(operator, "row_of_slot", shape, row_of_slot)
+        topk = row_of_slot.shape[1]
+    else:
+        if num_slots % max(num_tokens, 1) or (num_tokens == 0 and num_slots):
+            raise check.wrong_shape(operator, "row_of_slot", shape, row_of_slot)
+        topk = num_slots // num_tokens if num_tokens else 1
+    if expert_of_slot is not None:
+        wanted = f"[T, K] or [T * K] with {num_slots} elements, as row_of_slot"
+        expert_of_slot = index_tensor(operator, "expert_of_slot", expert_of_slot, wanted, (1, 2))
+        if expert_of_slot.numel() != num_slots or (
+            expert_of_slot.dim() == 2 and expert_of_slot.shape != (num_tokens, topk)
+        ):
+            raise check.wrong_shape(operator, "expert_of_slot", wanted, expert_of_slot)
+        check.same_device(operator, "row_of_slot", row_of_slot, "expert_of_slot", expert_of_slot)
+    chosen = dispatch.choose(operator, backend, row_of_slot.device)
+    out, into, (row_of_slot, expert_of_slot) = destination(operator, out, num_slots, row_of_slot, expert_of_slot)
+    if out is not None or dispatch.plain(row_of_slot, expert_of_slot):
+        found = _row_of_slot_operator(row_of_slot, expert_of_slot, num_rows, first_row, chosen, out=into)
+        hand_over(found[0], out)
+    else:
+        found = _plan_row_of_slot(row_of_slot, expert_of_slot, num_rows, first_row, chosen)
+    rows, slots, experts = found
+    return make_plan(rows, slots, num_tokens, topk=topk, expert_of_slot=None if expert_of_slot is None else experts)
+
+
+def plan_from_token_ids(
+    token_ids: Tensor,
+    num_tokens: int,
+    *,
+    rows: Tensor | None = None,
+    num_rows: int | None = None,
+    num_experts: int | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> RoutingPlan:
+    """The plan of somebody who knows the token of each row, such as Megatron's `sorted_indices`.
+
+    Entry i puts row `rows[i]` (without `rows`: row i) under token `token_ids[i]`. Both are [N], of any
+    integer dtype and strides. Slots are the entries grouped by token, inside a token in their order; an
+    entry whose token id lies outside [0, num_tokens) owns no slot, and the slots left over at the end
+    belong to no token. A row outside [0, num_rows) is -1; where two entries name one row, its
+    `slot_of_row` is the later slot. `num_rows` is N unless given. Nothing is read back.
+
+    >>> plan = plan_from_token_ids(torch.tensor([1, 0, 1, 9, 0]), num_tokens=2)
+    >>> plan.slot_offsets.tolist(), plan.row_of_slot.tolist(), plan.slot_of_row.tolist()
+    ([0, 2, 4], [1, 4, 0, 2, -1], [2, 0, 3, -1, 1])
+
+    In torch: `row_of_slot = argsort(token_ids, stable=True)`.
+
+    With `num_experts`, which must divide `num_rows`, row r belongs to expert `r // (num_rows / num_experts)`:
+    the plan has `expert_of_slot` for weights [T, E], and counts.
+
+    >>> plan = plan_from_token_ids(torch.tensor([0, 2, 1, 2]), num_tokens=3, num_experts=2)
+    >>> plan.expert_of_slot.tolist(), plan.tokens_per_expert.tolist()
+    ([0, 1, 0, 1], [2, 2])
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
+    """
+    operator = "plan_from_token_ids"
+    check.integer(operator, "num_tokens", num_tokens, 0, LARGEST - 1)
+    token_ids = index_tensor(operator, "token_ids", token_ids, "[N]", (1,))
+    num_slots = token_ids.shape[0]
+    if rows is not None:
+        rows = index_tensor(operator, "rows", rows, f"[N] with N = {num_slots}, as token_ids", (1,))
+        if rows.shape[0] != num_slots:
+            raise check.wrong_shape(operator, "rows", f"[N] with N = {num_slots}, as token_ids", rows)
+        check.same_device(operator, "token_ids", token_ids, "rows", rows)
+    num_rows = num_slots if num_rows is None else check.integer(operator, "num_rows", num_rows, 0, LARGEST)
+    if num_experts is not None:
+        check.integer(operator, "num_experts", num_experts, 1, LARGEST)
+        if num_rows % num_experts:
+            raise check.wrong_value(operator, "num_rows", f"a multiple of num_experts = {num_experts}", num_rows)
+    chosen = dispatch.choose(operator, backend, token_ids.device)
+    out, into, (token_ids, rows) = destination(operator, out, num_slots, token_ids, rows)
+    if out is not None or dispatch.plain(token_ids, rows):
+        found = _token_ids_operator(token_ids, rows, num_tokens, num_rows, num_experts, chosen, out=into)
+        hand_over(found[0], out)
+    else:
+        found = _plan_token_ids(token_ids, rows, num_tokens, num_rows, num_experts, chosen)
+    row_of_slot, slot_of_row, offsets, experts, tokens = found
+    if num_experts is None:
+        return make_plan(row_of_slot, slot_of_row, num_tokens, slot_offsets=offsets)
+    per_expert = torch.full_like(tokens, num_rows // num_experts)
+    return make_plan(row_of_slot, slot_of_row, num_tokens, num_experts, None, offsets, experts, tokens, per_expert)
+
+
+def plan_from_segments(
+    lengths: Tensor, num_tokens: int, *, out: Tensor | None = None, backend: str | None = None
+) -> RoutingPlan:
+    """The plan that regroups chunks from several ranks by expert (MoeReRouting).
+
+    `lengths` [ranks, E], of any integer dtype: the tokens lie rank by rank, and inside a rank expert
+    by expert, `lengths[rank, expert]` of them in a chunk; the rows lie expert by expert, and inside an
+    expert rank by rank. Each token is one slot (`topk` = 1), S = R = T. Nothing is read back: tokens
+    behind the last chunk have no row, chunks end at the last token, and a negative length counts as 0.
+
+    >>> plan = plan_from_segments(torch.tensor([[2, 1], [1, 2]]), num_tokens=6)
+    >>> plan.row_of_slot.tolist(), plan.slot_of_row.tolist(), plan.tokens_per_expert.tolist()
+    ([0, 1, 3, 2, 4, 5], [0, 1, 3, 2, 4, 5], [3, 3])
+
+    In torch: `chunks = arange(T).split(lengths.flatten().tolist())`, then
+    `slot_of_row = cat([chunks[r * E + e] for e in range(E) for r in range(ranks)])`.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
+    """
+    operator = "plan_from_segments"
+    lengths = index_tensor(operator, "lengths", lengths, "[ranks, E]", (2,))
+    check.integer(operator, "num_tokens", num_tokens, 0, LARGEST)
+    chosen = dispatch.choose(operator, backend, lengths.device)
+    out, into, (lengths,) = destination(operator, out, num_tokens, lengths)
+    if out is not None or dispatch.plain(lengths):
+        found = _segments_operator(lengths, num_tokens, chosen, out=into)
+        hand_over(found[0], out)
+    else:
+        found = _plan_segments(lengths, num_tokens, chosen)
+    row_of_slot, slot_of_row, tokens = found
+    return make_plan(
+        row_of_slot,
+        slot_of_row,
+        num_tokens,
+        num_experts=lengths.shape[1],
+        topk=1,
+        tokens_per_expert=tokens,
+        rows_per_expert=tokens,
+    )
+
+
+# ---------------------------------------------------------------------------- registration
+
+
+def _row_of_slot_operator(
+    row_of_slot: Tensor,
+    expert_of_slot: Tensor | None,
+    num_rows: int,
+    first_row: int,
+    backend: str,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows, slots, experts = dispatch.module("indices", backend).plan_row_of_slot(
+        row_of_slot, expert_of_slot, num_rows, first_row, out=out
+    )
+    return rows, slots, or_empty(experts, row_of_slot, torch.int32)
+
+
+def _token_ids_operator(
+    token_ids: Tensor,
+    rows: Tensor | None,
+    num_tokens: int,
+    num_rows: int,
+    num_experts: int | None,
+    backend: str,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    row_of_slot, slot_of_row, offsets, experts, tokens = dispatch.module("indices", backend).plan_token_ids(
+        token_ids, rows, num_tokens, num_rows, num_experts, out=out
+    )
+    return (
+        row_of_slot,
+        slot_of_row,
+        offsets,
+        or_empty(experts, token_ids, torch.int32),
+        or_empty(tokens, token_ids, torch.int64),
+    )
+
+
+def _segments_operator(
+    lengths: Tensor, num_tokens: int, backend: str, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    row_of_slot, slot_of_row, tokens = dispatch.module("indices", backend).plan_segments(lengths, num_tokens, out=out)
+    return row_of_slot, slot_of_row, tokens
+
+
+def _registered_row_of_slot(
+    row_of_slot: Tensor, expert_of_slot: Tensor | None, num_rows: int, first_row: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    operator = "plan_row_of_slot"
+    row_of_slot = index_tensor(operator, "row_of_slot", row_of_slot, "[T, K] or [T * K]", (1, 2))
+    if expert_of_slot is not None:
+        expert_of_slot = index_tensor(operator, "expert_of_slot", expert_of_slot, "[T, K] or [T * K]", (1, 2))
+        if expert_of_slot.numel() != row_of_slot.numel():
+            wanted = f"of {row_of_slot.numel()} elements, as row_of_slot"
+            raise check.wrong_shape(operator, "expert_of_slot", wanted, expert_of_slot)
+        check.same_device(operator, "row_of_slot", row_of_slot, "expert_of_slot", expert_of_slot)
+    check.integer(operator, "num_rows", num_rows, 0, LARGEST)
+    check.integer(operator, "first_row", first_row, 0, 2**62)
+    dispatch.choose(operator, backend, row_of_slot.device)
+    return _row_of_slot_operator(row_of_slot, expert_of_slot, num_rows, first_row, backend)
+
+
+def _registered_token_ids(
+    token_ids: Tensor, rows: Tensor | None, num_tokens: int, num_rows: int, num_experts: int | None, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    operator = "plan_token_ids"
+    token_ids = index_tensor(operator, "token_ids", token_ids, "[N]", (1,))
+    if rows is not None:
+        rows = index_tensor(operator, "rows", rows, "[N]", (1,))
+        check.shaped(operator, "rows", rows, tuple(token_ids.shape), token_ids)
+    check.integer(operator, "num_tokens", num_tokens, 0, LARGEST - 1)
+    check.integer(operator, "num_rows", num_rows, 0, LARGEST)
+    if num_experts is not None:
+        check.integer(operator, "num_experts", num_experts, 1, LARGEST)
+        if num_rows % num_experts:
+            raise check.wrong_value(operator, "num_rows", f"a multiple of num_experts = {num_experts}", num_rows)
+    dispatch.choose(operator, backend, token_ids.device)
+    return _token_ids_operator(token_ids, rows, num_tokens, num_rows, num_experts, backend)
+
+
+def _registered_segments(lengths: Tensor, num_tokens: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    operator = "plan_segments"
+    lengths = index_tensor(operator, "lengths", lengths, "[ranks, E]", (2,))
+    check.integer(operator, "num_tokens", num_tokens, 0, LARGEST)
+    dispatch.choose(operator, backend, lengths.device)
+    return _segments_operator(lengths, num_tokens, backend)
+
+
+def _row_of_slot_fake(
+    row_of_slot: Tensor, expert_of_slot: Tensor | None, num_rows: int, first_row: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_slots = row_of_slot.numel()
+    experts = 0 if expert_of_slot is None else num_slots
+    return fake_vector(row_of_slot, num_slots), fake_vector(row_of_slot, num_rows), fake_vector(row_of_slot, experts)
+
+
+def _token_ids_fake(
+    token_ids: Tensor, rows: Tensor | None, num_tokens: int, num_rows: int, num_experts: int | None, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_slots = token_ids.shape[0]
+    return (
+        fake_vector(token_ids, num_slots),
+        fake_vector(token_ids, num_rows),
+        fake_vector(token_ids, num_tokens + 1),
+        fake_vector(token_ids, 0 if num_experts is None else num_slots),
+        fake_vector(token_ids, 0 if num_experts is None else num_experts, torch.int64),
+    )
+
+
+def _segments_fake(lengths: Tensor, num_tokens: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        fake_vector(lengths, num_tokens),
+        fake_vector(lengths, num_tokens),
+        fake_vector(lengths, lengths.shape[1], torch.int64),
+    )
+
+
+_plan_row_of_slot = register(
+    "plan_row_of_slot(Tensor row_of_slot, Tensor? expert_of_slot, SymInt num_rows, SymInt first_row, str backend)"
+    " -> (Tensor row_of_slot, Tensor slot_of_row, Tensor expert_of_slot)",
+    _registered_row_of_slot,
+    _row_of_slot_fake,
+)
+_plan_token_ids = register(
+    "plan_token_ids(Tensor token_ids, Tensor? rows, SymInt num_tokens, SymInt num_rows, SymInt? num_experts,"
+    " str backend) -> (Tensor row_of_slot, Tensor slot_of_row, Tensor slot_offsets, Tensor expert_of_slot,"
+    " Tensor tokens_per_expert)",
+    _registered_token_ids,
+    _token_ids_fake,
+)
+_plan_segments = register(
+    "plan_segments(Tensor lengths, SymInt num_tokens, str backend)"
+    " -> (Tensor row_of_slot, Tensor slot_of_row, Tensor tokens_per_expert)",
+    _registered_segments,
+    _segments_fake,
+)

@@ -1,0 +1,67 @@
+"""Plans of given index tensors in plain torch."""
+
+import torch
+from torch import Tensor
+
+from moeroute.dtypes import LARGEST
+from moeroute.ops.planning.reference import before, cut, deliver, inverse
+
+
+def plan_row_of_slot(
+    row_of_slot: Tensor,
+    expert_of_slot: Tensor | None,
+    num_rows: int,
+    first_row: int,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """row_of_slot, slot_of_row and expert_of_slot, checked before they are narrowed."""
+    row = inside(row_of_slot.reshape(-1), first_row, num_rows)
+    if expert_of_slot is not None:
+        expert_of_slot = inside(expert_of_slot.reshape(-1), 0, LARGEST + 1).to(torch.int32)
+    return deliver(row, out), inverse(row, num_rows), expert_of_slot
+
+
+def plan_token_ids(
+    token_ids: Tensor,
+    rows: Tensor | None,
+    num_tokens: int,
+    num_rows: int,
+    num_experts: int | None,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """row_of_slot, slot_of_row, slot_offsets, expert_of_slot and tokens_per_expert (None without experts)."""
+    token = inside(token_ids, 0, num_tokens)
+    token = torch.where(token < 0, num_tokens, token)
+    order = torch.argsort(token, stable=True)
+    entry_rows = torch.arange(len(token), device=token.device) if rows is None else rows
+    row = torch.where(token[order] < num_tokens, inside(entry_rows, 0, num_rows)[order], -1)
+    slot_offsets = torch.searchsorted(token[order], torch.arange(num_tokens + 1, device=token.device))
+    slot_of_row = inverse(row, num_rows)
+    expert_of_slot = tokens_per_expert = None
+    if num_experts is not None:
+        block = max(num_rows // num_experts, 1)
+        expert_of_slot = torch.where(row >= 0, row // block, -1).to(torch.int32)
+        tokens_per_expert = (slot_of_row.reshape(num_experts, -1) >= 0).sum(dim=1)
+    return deliver(row, out), slot_of_row, slot_offsets.to(torch.int32), expert_of_slot, tokens_per_expert
+
+
+def plan_segments(lengths: Tensor, num_tokens: int, *, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """row_of_slot, slot_of_row and tokens_per_expert."""
+    lengths = lengths.to(torch.int64).clamp(min=0, max=num_tokens)  # longer ones end at the last token anyway
+    by_rank = lengths.reshape(-1)  # chunks in the order in which the tokens lie
+    by_expert = lengths.t().reshape(-1)  # and in the order of the rows
+    row_start = before(by_expert).reshape(lengths.t().shape).t().reshape(-1)
+    token = torch.arange(num_tokens, device=lengths.device)
+    chunk = torch.searchsorted(by_rank.cumsum(0), token, right=True)
+    shift = torch.cat([row_start - before(by_rank), row_start.new_full((1,), num_tokens)])
+    row = inside(token + shift[chunk], 0, num_tokens)
+    start = before(lengths.sum(dim=0))
+    return deliver(row, out), inverse(row, num_tokens), cut(lengths.sum(dim=0), start, num_tokens)
+
+
+def inside(index: Tensor, first: int, count: int) -> Tensor:
+    """index - first as int64, -1 where that is not in [0, count)."""
+    index = index.to(torch.int64)
+    return torch.where((index >= first) & (index < first + count), index - first, -1)

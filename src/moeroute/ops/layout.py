@@ -1,0 +1,67 @@
+"""A caller's tensor in, a caller's tensor out: what kernels that work by address need of both."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from moeroute import check, dispatch, memory
+from moeroute.dtypes import BITS
+
+SMALL = memory.SMALLEST // 8  # elements that the pool does not care for, whatever their dtype
+CPU = torch.device("cpu")
+
+
+def new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """A fresh tensor for results, uninitialised; large ones on the CPU come from recycled memory."""
+    if device.type != "cpu" or (len(shape) == 2 and shape[0] * shape[1] <= SMALL):
+        return torch.empty(shape, dtype=dtype, device=device)
+    return memory.empty(shape, dtype)
+
+
+def rows(matrix: Tensor) -> Tensor:
+    """The matrix, or a copy where the elements of a row are not side by side. The rows may lie anywhere."""
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] <= 1 else matrix.contiguous()
+
+
+def target(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
+    """Where a kernel writes: `out`, or a fresh tensor where there is none or its dtype or strides do not serve."""
+    if out is None or out.dtype is not dtype or (out.stride(-1) != 1 and shape[-1] > 1):
+        return new(shape, dtype, device)
+    return out
+
+
+def finish(written: Tensor, out: Tensor | None) -> Tensor:
+    """Hand a result over: into `out` where a kernel could not write it there itself."""
+    if out is None:
+        return written
+    if out is not written:
+        return out.copy_(written)
+    increment_version(out)  # it was written by address, of which autograd knows nothing
+    return out
+
+
+def address(tensor: Tensor | None) -> int:
+    """0 stands for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory with integers of the same size: what is copied without being looked at."""
+    if tensor.is_complex():
+        parts = torch.view_as_real(tensor)
+        tensor = parts.flatten(1) if tensor.dim() == 2 else parts.flatten()
+    return tensor.view(BITS[tensor.element_size()])
+
+
+def check_out(operator: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor | None) -> None:
+    """A buffer of the caller's, outside autograd: shape, dtype, device, no memory shared inside it or with an input."""
+    check.buffer(operator, "out", out, shape, dtype)
+    dispatch.direct(operator, "out", out, *inputs)
+    check.writable(operator, "out", out, *inputs)
+
+
+def resolved(tensor: Tensor) -> Tensor:
+    """Without torch's lazy negation and conjugation, which a launcher would not see."""
+    return tensor.resolve_conj().resolve_neg()

@@ -1,0 +1,280 @@
+"""The plan of a routing map [T, E]: ragged, as a [T, K] table, or drop-and-pad."""
+
+import torch
+from torch import Tensor
+
+from moeroute import check as checks
+from moeroute import dispatch
+from moeroute.dtypes import LARGEST, MAPS
+from moeroute.ops.planning.common import (
+    DROPS,
+    check_segments,
+    checked_weights,
+    deciding_weights,
+    destination,
+    expert_bounds,
+    fake_vector,
+    hand_over,
+    no_data,
+    optional_integer,
+    or_empty,
+    segment_of,
+    unknown_size,
+)
+from moeroute.ops.register import register
+from moeroute.plan import RoutingPlan, make_plan
+
+
+def plan_from_routing_map(
+    routing_map: Tensor,
+    *,
+    topk: int | None = None,
+    fill: bool = False,
+    expert_range: tuple[int, int] | None = None,
+    capacity: int | None = None,
+    drop: str = "position",
+    weights: Tensor | None = None,
+    pad_to_capacity: bool = False,
+    align: int = 1,
+    num_rows: int | None = None,
+    check: bool = False,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> RoutingPlan:
+    """The plan for a map [T, E] that is true where a token goes to an expert.
+
+    `routing_map` is bool, int8 or uint8 (any byte but 0 is true), of any strides; tokens may have
+    different numbers of experts, none included. The true entries are the slots, token by token and
+    inside a token by expert; rows are grouped by expert, ascending, inside an expert by token.
+
+    >>> routing_map = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.int8)
+    >>> plan = plan_from_routing_map(routing_map)
+    >>> plan.slot_offsets.tolist(), plan.expert_of_slot.tolist()
+    ([0, 2, 3, 3, 6], [0, 1, 2, 0, 1, 2])
+    >>> plan.row_of_slot.tolist(), plan.token_of_row.tolist(), plan.tokens_per_expert.tolist()
+    ([0, 2, 4, 1, 3, 5], [0, 3, 0, 3, 1, 3], [2, 2, 2])
+
+    In torch: `token_of_row = arange(T).expand(E, T).masked_select(routing_map.T != 0)`.
+
+    `expert_range`, `capacity`, `drop`, `pad_to_capacity`, `align`, `num_rows` and `backend` are those
+    of `plan_from_expert_ids`; `weights` is [T, E] here. True entries of experts outside the range,
+    and dropped ones, stay slots, without a row. S is read back from the data, like R, except with
+    `topk` or `fill`.
+
+    - `topk`: every token owns exactly `topk` slots, its first true entries and then unused ones
+      (expert -1, row -1); S = T * topk is known. A token with more true entries loses the later
+      ones. Rows are numbered over all true entries, the lost ones too: their rows are zero, and
+      counted in `tokens_per_expert`.
+
+      >>> plan = plan_from_routing_map(routing_map, topk=2)
+      >>> plan.row_of_slot.tolist(), plan.expert_of_slot.tolist()
+      ([0, 2, 4, -1, -1, -1, 1, 3], [0, 1, 2, -1, -1, -1, 0, 1])
+      >>> plan.slot_of_row.tolist()
+      [0, 6, 1, 7, 2, -1]
+
+    - `fill=True` (drop and pad): every expert takes min(C, T) tokens, C being the `capacity`: those
+      that stay of its true ones, in token order, and then its first false ones, which are slots like
+      any other. S = E * min(C, T) and R = E * C (C rounded up to `align`) are known; rows of an
+      expert beyond T are padding.
+
+      >>> plan = plan_from_routing_map(routing_map, fill=True, capacity=3)
+      >>> plan.token_of_row.reshape(3, 3).tolist()  # expert 0: tokens 0 and 3 are true, 1 is false
+      [[0, 3, 1], [0, 3, 1], [1, 3, 0]]
+      >>> plan.expert_of_slot.tolist(), plan.slot_offsets.tolist()
+      ([0, 1, 2, 0, 1, 2, 0, 1, 2], [0, 3, 6, 6, 9])
+
+    - `check=True` reads the map: ValueError for a value other than 0 and 1, and for a token with more
+      than `topk` true entries.
+
+    Raises as `plan_from_expert_ids`.
+    """
+    operator = "plan_from_routing_map"
+    checks.tensor(operator, "routing_map", routing_map)
+    if routing_map.dtype not in MAPS:
+        raise checks.wrong_dtype(operator, "routing_map", "bool, int8 or uint8", routing_map)
+    if routing_map.dim() != 2:
+        raise checks.wrong_shape(operator, "routing_map", "[T, E]", routing_map)
+    num_tokens, num_experts = routing_map.shape
+    topk = optional_integer(operator, "topk", topk)
+    if topk is not None and num_tokens * topk > LARGEST:
+        raise checks.wrong_value(operator, "topk", f"such that there are at most {LARGEST} slots", topk)
+    num_rows = optional_integer(operator, "num_rows", num_rows)
+    checks.integer(operator, "align", align, 1, LARGEST)
+    checks.one_of(operator, "drop", drop, DROPS)
+    capacity = optional_integer(operator, "capacity", capacity)
+    pad = checks.flag(operator, "pad_to_capacity", pad_to_capacity) | checks.flag(operator, "fill", fill)
+    checks.flag(operator, "check", check)
+    if fill and topk is not None:
+        raise checks.wrong_value(operator, "topk", "None with fill", topk)
+    first, last = expert_bounds(operator, num_experts, expert_range)
+    segment, num_rows = segment_of(operator, last - first, capacity, pad, align, num_rows)
+    if weights is not None:
+        weights = deciding_weights(operator, weights, "routing_map", routing_map, tuple(routing_map.shape))
+    if capacity is None or drop == "position":
+        weights = None
+    elif weights is None:
+        raise checks.wrong_value(operator, "weights", "given with drop='weight'", None)
+    dtype = None if weights is None else weights.dtype
+    chosen = dispatch.choose(operator, backend, routing_map.device, dtype)
+    routing_map = routing_map.contiguous()
+    options = (first, last, topk, fill, capacity, segment, align, num_rows, check, chosen)
+    num_slots = None if topk is None else num_tokens * topk
+    if fill and capacity is not None:
+        num_slots = (last - first) * min(capacity, num_tokens)
+    if routing_map.is_meta and (num_slots is None or num_rows is None):
+        raise no_data(operator, "topk (or fill)" if num_slots is None else "num_rows")
+    out, into, (routing_map, weights) = destination(operator, out, num_slots, routing_map, weights)
+    if out is not None or dispatch.plain(routing_map, weights):
+        found = _map_operator(routing_map, weights, *options, out=into)
+        if out is not None and out.numel() != found[0].numel():
+            raise checks.wrong_shape(operator, "out", f"of S = {found[0].numel()} elements", out)
+        hand_over(found[0], out)
+    else:
+        found = _plan_routing_map(routing_map, weights, *options)
+    row_of_slot, slot_of_row, offsets, experts, tokens, rows = found
+    padded = segment is not None or align > 1
+    return make_plan(
+        row_of_slot,
+        slot_of_row,
+        num_tokens,
+        num_experts,
+        topk,
+        offsets if topk is None else None,
+        experts,
+        tokens,
+        rows if padded else tokens,
+    )
+
+
+# ---------------------------------------------------------------------------- checks
+
+
+def _refuse_map(routing_map: Tensor, topk: int | None) -> None:
+    """Raise for a value other than 0 and 1, or a token with more true entries than slots."""
+    if routing_map.is_meta:
+        return
+    operator, name = "plan_from_routing_map", "routing_map"
+    if routing_map.dtype is not torch.bool:
+        bad = ((routing_map != 0) & (routing_map != 1)).reshape(-1)
+        if bool(bad.any()):
+            entry = int(bad.to(torch.uint8).argmax())
+            token, expert = divmod(entry, routing_map.shape[1])
+            got = f"{int(routing_map[token, expert])} for token {token} and expert {expert}"
+            raise checks.wrong_value(operator, name, "0 or 1", got)
+    if topk is not None:
+        chosen = (routing_map != 0).sum(dim=1)
+        if bool((chosen > topk).any()):
+            token = int((chosen > topk).to(torch.uint8).argmax())
+            wanted = f"true for at most topk = {topk} experts of a token"
+            raise checks.wrong_value(operator, name, wanted, f"{int(chosen[token])} for token {token}")
+
+
+# ---------------------------------------------------------------------------- registration
+
+
+def _map_operator(
+    routing_map: Tensor,
+    weights: Tensor | None,
+    first_expert: int,
+    last_expert: int,
+    topk: int | None,
+    fill: bool,
+    capacity: int | None,
+    segment: int | None,
+    align: int,
+    num_rows: int | None,
+    check: bool,
+    backend: str,
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if check:
+        _refuse_map(routing_map, topk)
+    row_of_slot, slot_of_row, offsets, experts, tokens, rows = dispatch.module("maps", backend).plan_routing_map(
+        routing_map, weights, first_expert, last_expert, topk, fill, capacity, segment, align, num_rows, out=out
+    )
+    return (
+        row_of_slot,
+        slot_of_row,
+        or_empty(offsets, routing_map, torch.int32),
+        experts,
+        tokens,
+        or_empty(rows, routing_map, torch.int64),
+    )
+
+
+def _registered_map(
+    routing_map: Tensor,
+    weights: Tensor | None,
+    first_expert: int,
+    last_expert: int,
+    topk: int | None,
+    fill: bool,
+    capacity: int | None,
+    segment: int | None,
+    align: int,
+    num_rows: int | None,
+    check: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    operator = "plan_routing_map"
+    checks.shaped(operator, "routing_map", routing_map, (None, None))
+    if routing_map.dtype not in MAPS:
+        raise checks.wrong_dtype(operator, "routing_map", "bool, int8 or uint8", routing_map)
+    weights = checked_weights(operator, weights, "routing_map", routing_map)
+    num_tokens, num_experts = routing_map.shape
+    check_segments(operator, first_expert, last_expert, num_experts, capacity, segment, align, num_rows)
+    if topk is not None:
+        checks.integer(operator, "topk", topk, 0, LARGEST // max(num_tokens, 1))
+    if fill:
+        for name, option in (("capacity", capacity), ("segment", segment), ("num_rows", num_rows)):
+            if option is None:
+                raise checks.wrong_value(operator, name, "given with fill", None)
+        if topk is not None:
+            raise checks.wrong_value(operator, "topk", "None with fill", topk)
+    dispatch.choose(operator, backend, routing_map.device, None if weights is None else weights.dtype)
+    return _map_operator(
+        routing_map.contiguous(), weights, first_expert, last_expert, topk, fill, capacity, segment, align, num_rows,
+        check, backend,
+    )  # fmt: skip
+
+
+def _map_fake(
+    routing_map: Tensor,
+    weights: Tensor | None,
+    first_expert: int,
+    last_expert: int,
+    topk: int | None,
+    fill: bool,
+    capacity: int | None,
+    segment: int | None,
+    align: int,
+    num_rows: int | None,
+    check: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, experts = routing_map.shape[0], last_expert - first_expert
+    if topk is not None:
+        num_slots = num_tokens * topk
+    elif fill and capacity is not None:
+        num_slots = experts * torch.sym_min(capacity, num_tokens)
+    else:
+        num_slots = unknown_size()
+    return (
+        fake_vector(routing_map, num_slots),
+        fake_vector(routing_map, num_rows),
+        fake_vector(routing_map, 0 if topk is not None else num_tokens + 1),
+        fake_vector(routing_map, num_slots),
+        fake_vector(routing_map, experts, torch.int64),
+        fake_vector(routing_map, 0 if segment is None and align == 1 else experts, torch.int64),
+    )
+
+
+_plan_routing_map = register(
+    "plan_routing_map(Tensor routing_map, Tensor? weights, SymInt first_expert, SymInt last_expert, SymInt? topk,"
+    " bool fill, SymInt? capacity, SymInt? segment, SymInt align, SymInt? num_rows, bool check, str backend)"
+    " -> (Tensor row_of_slot, Tensor slot_of_row, Tensor slot_offsets, Tensor expert_of_slot,"
+    " Tensor tokens_per_expert, Tensor rows_per_expert)",
+    _registered_map,
+    _map_fake,
+)

@@ -1,0 +1,393 @@
+"""Moving rows: spread, combine and row_dots over one plan.
+
+The set is closed under differentiation, so every derivative of every order is one of the three:
+
+    spread(x, w)       y[r] = w[s] * x[token(s)]                dx = combine(dy, w)   dw = row_dots(dy, x)
+    combine(y, w)      x[t] = sum over its slots w[s] * y[r]    dy = spread(dx, w)    dw = row_dots(y, dx)
+    row_dots(y, x)     d[s] = <y[r], x[token(s)]>               dy = spread(x, dd)    dx = combine(y, dd)
+
+The verbs come first, then the checks, then what torch.library knows of the operators.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeroute import check, dispatch, dtypes
+from moeroute.ops import layout
+from moeroute.ops.differentiation import transformed
+from moeroute.ops.register import PLAN_SCHEMA, register
+from moeroute.plan import PlanTensors, RoutingPlan, expect_plan, given_plan
+
+_module = partial(dispatch.implementation, "rows")
+
+
+def spread(
+    x: Tensor,
+    plan: RoutingPlan,
+    weights: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Copy every token to the rows of its slots: ``y[r] = weights[s] * x[token(s)]`` with s = slot_of_row[r].
+
+    x: [T, H]; without weights of any dtype, and the bits are copied. weights: [S], one a slot, any of
+    float16, bfloat16 and float32 (float64 with float64). Returns [R, H] in x's dtype; padding rows are 0.
+    Where several slots name one row the last one's copy is in it. Differentiable in x and weights as
+    often as you like. `out`: write there instead, outside autograd.
+
+    Equivalent torch: ``x[plan.token_of_row] * weights[plan.slot_of_row, None]`` where there is no padding.
+
+    >>> import torch, moeroute
+    >>> plan = moeroute.plan_from_expert_ids(torch.tensor([[1, 0], [1, 2]]), 3)
+    >>> moeroute.spread(torch.tensor([[1.0], [2.0]]), plan).flatten()
+    tensor([1., 1., 2., 2.])
+    >>> moeroute.spread(torch.tensor([[1.0], [2.0]]), plan, torch.tensor([0.5, 1.0, 2.0, 4.0])).flatten()
+    tensor([1.0000, 0.5000, 4.0000, 8.0000])
+
+    Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
+    """
+    expect_plan("spread", plan)
+    check.matrix("spread", "x", x, "T", plan.num_tokens, plan)
+    if weights is not None:
+        check.weight_per_slot("spread", weights, "x", x, plan.row_of_slot)
+    elif x.is_quantized:
+        raise check.quantized("spread", "x", x)
+    return spread_checked("spread", x, plan, weights, out, backend)
+
+
+def spread_checked(
+    operator: str, x: Tensor, plan: RoutingPlan, weights: Tensor | None, out: Tensor | None, backend: str | None
+) -> Tensor:
+    """weights: one a slot, of any shape."""
+    if out is not None:
+        layout.check_out(operator, out, (plan.num_rows, x.shape[1]), x.dtype, x, weights, *plan.tensors[:4])
+        x, weights = layout.resolved(x), None if weights is None else layout.resolved(weights)
+    if out is not None or (dispatch.plain(x, weights) and not x.is_conj()):
+        return _module(operator, backend, x).spread(x, weights, plan.tensors, out=out)
+    if weights is not None:
+        weights = weights.reshape(-1)
+    return _spread(x, weights, plan.tensors, backend)
+
+
+def combine(
+    rows: Tensor,
+    plan: RoutingPlan,
+    weights: Tensor | None = None,
+    *,
+    init: Tensor | tuple[Tensor, Tensor] | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Add up the rows of every token's slots: ``x[t] = sum of weights[s] * rows[row_of_slot[s]]``.
+
+    rows: [R, H], float16, bfloat16, float32 or float64. weights: [S], one a slot, any of the first three
+    (float64 with float64). Returns [T, H] in the dtype of rows; a token without a row gets +0. The sum is
+    float32, from +0, in slot order, one rounding for each product and sum and one at the store. A slot
+    without a row is skipped; so is one whose weight is +0 or -0, and its row is not read. Differentiable in
+    rows and weights as often as you like.
+
+    For MoeFinalizeRouting, outside autograd: `init` [T, H] is where the sum starts, or a pair of them, added up
+    first; with `bias` [E, H] a slot adds ``weights[s] * (row + bias[expert_of_slot[s]])``, and no bias where its
+    expert is none. `out`: write there instead, outside autograd.
+
+    Equivalent torch: ``(rows[plan.row_of_slot] * weights[:, None]).reshape(T, K, H).sum(1)``, in float32,
+    where every slot has a row.
+
+    >>> import torch, moeroute
+    >>> plan = moeroute.plan_from_expert_ids(torch.tensor([[1, 0], [1, 2]]), 3)
+    >>> rows = torch.tensor([[1.0], [2.0], [4.0], [8.0]])     # expert 0: t0; 1: t0, t1; 2: t1
+    >>> moeroute.combine(rows, plan).flatten()
+    tensor([ 3., 12.])
+
+    Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
+    """
+    operator = "combine"
+    expect_plan(operator, plan)
+    check.matrix(operator, "rows", rows, "R", plan.num_rows, plan)
+    check.floating(operator, "rows", rows)
+    if weights is not None:
+        check.weight_per_slot(operator, weights, "rows", rows, plan.row_of_slot)
+    if init is None and bias is None:
+        return combine_checked(operator, rows, plan, weights, out, backend)
+    if isinstance(init, tuple) and len(init) != 2:
+        raise check.wrong_value(operator, "init", "a tensor or a pair of them", f"a tuple of {len(init)}")
+    starts = init if isinstance(init, tuple) else () if init is None else (init,)
+    for start in starts:
+        check.matrix(operator, "init", start, "T", plan.num_tokens, plan)
+        check.partner(operator, "init", start, "rows", rows)
+    if bias is not None:
+        _check_bias(operator, bias, "rows", rows, plan)
+    argument = "bias" if init is None else "init"
+    dispatch.direct(operator, argument, rows, weights, *starts, bias)
+    if out is not None:
+        inputs = (rows, weights, *starts, bias, *plan.tensors[:4])
+        layout.check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, *inputs)
+    rows = layout.resolved(rows)
+    first, second = (*map(layout.resolved, starts), None, None)[:2]
+    weights, bias = (None if tensor is None else layout.resolved(tensor) for tensor in (weights, bias))
+    return _module(operator, backend, rows).combine(
+        rows, weights, plan.tensors, init=first, init_more=second, bias=bias, out=out
+    )
+
+
+def combine_checked(
+    operator: str, rows: Tensor, plan: RoutingPlan, weights: Tensor | None, out: Tensor | None, backend: str | None
+) -> Tensor:
+    """weights: one a slot, of any shape."""
+    if out is not None:
+        layout.check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, rows, weights, *plan.tensors[:4])
+        rows, weights = layout.resolved(rows), None if weights is None else layout.resolved(weights)
+    if out is not None or dispatch.plain(rows, weights):
+        return _module(operator, backend, rows).combine(rows, weights, plan.tensors, out=out)
+    if weights is not None:
+        weights = weights.reshape(-1)
+    return _combine(rows, weights, plan.tensors, backend)
+
+
+def row_dots(
+    rows: Tensor,
+    x: Tensor,
+    plan: RoutingPlan,
+    *,
+    bias: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The dot product of every slot's row with its token: ``d[s] = <rows[row_of_slot[s]], x[token(s)]>``.
+
+    rows: [R, H] and x: [T, H] of one floating dtype. Returns [S] in `dtype` (float64 for float64 rows); 0
+    for a slot without a row. Products and sums are float32: 256 partial sums over the hidden size, then
+    neighbours (docs/arithmetic.md). Differentiable in rows and x as often as you like. `bias` [E, H], outside
+    autograd: uses ``rows + bias[expert_of_slot[s]]``. `out`: write there instead, outside autograd.
+
+    Equivalent torch: ``(rows[plan.row_of_slot] * x[plan.token_of_slot]).sum(1)`` where every slot has a row.
+
+    >>> import torch, moeroute
+    >>> plan = moeroute.plan_from_expert_ids(torch.tensor([[1, 0]]), 2)
+    >>> moeroute.row_dots(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 10.0]]), plan)
+    tensor([43., 21.])
+
+    Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
+    """
+    operator = "row_dots"
+    expect_plan(operator, plan)
+    check.matrix(operator, "rows", rows, "R", plan.num_rows, plan)
+    check.floating(operator, "rows", rows)
+    check.matrix(operator, "x", x, "T", plan.num_tokens, plan)
+    check.partner(operator, "x", x, "rows", rows)
+    check.float_dtype(operator, "dtype", dtype, dtypes.FLOATS)
+    if rows.dtype is torch.float64:
+        dtype = torch.float64
+    direct = bias is not None or out is not None
+    if direct:
+        if bias is not None:
+            _check_bias(operator, bias, "rows", rows, plan)
+            dispatch.direct(operator, "bias", rows, x, bias)
+        if out is not None:
+            layout.check_out(operator, out, (plan.num_slots,), dtype, rows, x, bias, *plan.tensors[:4])
+        rows, x, bias = layout.resolved(rows), layout.resolved(x), None if bias is None else layout.resolved(bias)
+    if direct or dispatch.plain(rows, x):
+        return _module(operator, backend, rows).row_dots(rows, x, plan.tensors, dtype, bias=bias, out=out)
+    return _row_dots(rows, x, plan.tensors, dtype, backend)
+
+
+# ---------------------------------------------------------------------------- checks
+
+
+def _check_bias(operator: str, bias: Any, name: str, rows: Tensor, plan: RoutingPlan) -> None:
+    check.tensor(operator, "bias", bias)
+    if plan.expert_of_slot is None:
+        raise check.wrong_value(operator, "bias", "None, as the plan has no expert_of_slot", f"{list(bias.shape)}")
+    if bias.ndim != 2 or plan.num_experts not in (None, bias.shape[0]):
+        experts = "" if plan.num_experts is None else f" with E = {plan.num_experts}, as the plan"
+        raise check.wrong_shape(operator, "bias", f"[E, H]{experts}", bias)
+    check.partner(operator, "bias", bias, name, rows)
+    if bias.device != rows.device:
+        raise check.wrong_value(operator, "bias", f"on {rows.device}, as {name}", bias.device)
+
+
+# ---------------------------------------------------------------------------- derivatives
+
+
+def _spread_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weights, plan, backend = inputs
+    keep_x = weights is not None and ctx.needs_input_grad[1]
+    _save(ctx, plan, backend, x if keep_x else None, weights)
+
+
+def _spread_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    plan, (x, weights) = _saved(ctx)
+    grad_x = grad_weights = None
+    if ctx.needs_input_grad[0]:
+        grad_x = _combine(grad, weights, plan, ctx.backend)
+    if x is not None:
+        grad_weights = _row_dots(grad, x, plan, weights.dtype, ctx.backend)
+    return grad_x, grad_weights, None, None
+
+
+def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, weights, plan, backend = inputs
+    keep_rows = weights is not None and ctx.needs_input_grad[1]
+    _save(ctx, plan, backend, rows if keep_rows else None, weights)
+
+
+def _combine_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    plan, (rows, weights) = _saved(ctx)
+    grad_rows = grad_weights = None
+    if rows is None:
+        grad_rows = _spread(grad, weights, plan, ctx.backend)
+    elif ctx.needs_input_grad[0]:
+        grad_rows, grad_weights = spread_dots(grad, rows, weights, plan, ctx.backend)
+    else:
+        grad_weights = _row_dots(rows, grad, plan, weights.dtype, ctx.backend)
+    return grad_rows, grad_weights, None, None
+
+
+def _row_dots_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, x, plan, _, backend = inputs
+    _save(ctx, plan, backend, rows if ctx.needs_input_grad[1] else None, x if ctx.needs_input_grad[0] else None)
+
+
+def _row_dots_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    plan, (rows, x) = _saved(ctx)
+    grad_rows = None if x is None else _spread(x, grad, plan, ctx.backend)
+    grad_x = None if rows is None else _combine(rows, grad, plan, ctx.backend)
+    return grad_rows, grad_x, None, None, None
+
+
+def _spread_dots_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, rows, weights, plan, backend = inputs
+    _save(ctx, plan, backend, x, rows, weights)
+    ctx.set_materialize_grads(False)
+
+
+def _spread_dots_derivative(ctx: Any, grad_spread: Tensor | None, grad_dots: Tensor | None) -> tuple[Any, ...]:
+    plan, (x, rows, weights) = _saved(ctx)
+    grad_x = grad_rows = grad_weights = None
+    if grad_spread is not None:
+        if ctx.needs_input_grad[0]:
+            grad_x = _combine(grad_spread, weights, plan, ctx.backend)
+        if ctx.needs_input_grad[2]:
+            grad_weights = _row_dots(grad_spread, x, plan, weights.dtype, ctx.backend)
+    if grad_dots is not None:
+        if ctx.needs_input_grad[0]:
+            through_dots = _combine(rows, grad_dots, plan, ctx.backend)
+            grad_x = through_dots if grad_x is None else grad_x + through_dots
+        if ctx.needs_input_grad[1]:
+            grad_rows = _spread(x, grad_dots, plan, ctx.backend)
+    return grad_x, grad_rows, grad_weights, None, None
+
+
+def _save(ctx: Any, plan: PlanTensors, backend: str | None, *others: Tensor | None) -> None:
+    *indices, ctx.num_tokens = plan
+    ctx.save_for_backward(*indices, *others)
+    ctx.backend = backend
+
+
+def _saved(ctx: Any) -> tuple[PlanTensors, tuple[Any, ...]]:
+    """The plan's tensors, and the others that `_save` got."""
+    tensors = ctx.saved_tensors
+    return PlanTensors._make((*tensors[:4], ctx.num_tokens)), tensors[4:]
+
+
+# ---------------------------------------------------------------------------- registration
+
+# A registered operator may be called by anybody, and stands in exported graphs: it looks at all that a kernel indexes
+# with. A verb has looked already, and calls the kernel itself where it may.
+
+
+def _spread_operator(x: Tensor, weights: Tensor | None, plan: PlanTensors, backend: str | None) -> Tensor:
+    operator = "spread"
+    check.shaped(operator, "x", x, (plan.num_tokens, None))
+    plan = given_plan(operator, plan, None, x)
+    if weights is not None:
+        check.weight_per_slot(operator, weights, "x", x, plan.row_of_slot)
+    elif x.is_quantized:
+        raise check.quantized(operator, "x", x)
+    return _module(operator, backend, x).spread(x, weights, plan)
+
+
+def _combine_operator(rows: Tensor, weights: Tensor | None, plan: PlanTensors, backend: str | None) -> Tensor:
+    operator = "combine"
+    check.shaped(operator, "rows", rows, (None, None))
+    check.floating(operator, "rows", rows)
+    plan = given_plan(operator, plan, rows.shape[0], rows)
+    if weights is not None:
+        check.weight_per_slot(operator, weights, "rows", rows, plan.row_of_slot)
+    return _module(operator, backend, rows).combine(rows, weights, plan)
+
+
+def _row_dots_operator(rows: Tensor, x: Tensor, plan: PlanTensors, dtype: torch.dtype, backend: str | None) -> Tensor:
+    operator = "row_dots"
+    check.shaped(operator, "rows", rows, (None, None))
+    check.floating(operator, "rows", rows)
+    check.shaped(operator, "x", x, (plan.num_tokens, None), rows)
+    check.partner(operator, "x", x, "rows", rows)
+    check.float_dtype(operator, "dtype", dtype, dtypes.FLOATS)
+    plan = given_plan(operator, plan, rows.shape[0], rows)
+    return _module(operator, backend, rows).row_dots(rows, x, plan, dtype)
+
+
+def _spread_dots_operator(
+    x: Tensor, rows: Tensor, weights: Tensor, plan: PlanTensors, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    operator = "spread_dots"
+    check.shaped(operator, "x", x, (plan.num_tokens, None))
+    check.shaped(operator, "rows", rows, (None, None), x)
+    check.partner(operator, "rows", rows, "x", x)
+    plan = given_plan(operator, plan, rows.shape[0], x)
+    check.weight_per_slot(operator, weights, "x", x, plan.row_of_slot)
+    found: tuple[Tensor, Tensor] = _module(operator, backend, x).spread_dots(x, rows, weights, plan)
+    return found
+
+
+_spread = register(
+    f"spread(Tensor x, Tensor? weights, {PLAN_SCHEMA}, str? backend) -> Tensor",
+    _spread_operator,
+    lambda x, weights, plan, backend: x.new_empty(plan.slot_of_row.shape[0], x.shape[1]),
+    derivative=_spread_derivative,
+    setup=_spread_setup,
+    linear_in=(0, 1),
+)
+_combine = register(
+    f"combine(Tensor rows, Tensor? weights, {PLAN_SCHEMA}, str? backend) -> Tensor",
+    _combine_operator,
+    lambda rows, weights, plan, backend: rows.new_empty(plan.num_tokens, rows.shape[1]),
+    derivative=_combine_derivative,
+    setup=_combine_setup,
+    linear_in=(0, 1),
+)
+_row_dots = register(
+    f"row_dots(Tensor rows, Tensor x, {PLAN_SCHEMA}, ScalarType dtype, str? backend) -> Tensor",
+    _row_dots_operator,
+    lambda rows, x, plan, dtype, backend: rows.new_empty(plan.row_of_slot.shape[0], dtype=dtype),
+    derivative=_row_dots_derivative,
+    setup=_row_dots_setup,
+    linear_in=(0, 1),
+)
+_fused_spread_dots = register(
+    f"spread_dots(Tensor x, Tensor rows, Tensor weights, {PLAN_SCHEMA}, str? backend) -> (Tensor, Tensor)",
+    _spread_dots_operator,
+    lambda x, rows, weights, plan, backend: (
+        x.new_empty(plan.slot_of_row.shape[0], x.shape[1]),
+        weights.new_empty(plan.row_of_slot.shape[0]),
+    ),
+    derivative=_spread_dots_derivative,
+    setup=_spread_dots_setup,
+)
+
+
+def spread_dots(
+    x: Tensor, rows: Tensor, weights: Tensor, plan: PlanTensors, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """spread and row_dots in one pass; in two under forward mode and torch.func, which knows each of them."""
+    if transformed():
+        return _spread(x, weights, plan, backend), _row_dots(rows, x, plan, weights.dtype, backend)
+    result: tuple[Tensor, Tensor] = _fused_spread_dots(x, rows, weights, plan, backend)
+    return result

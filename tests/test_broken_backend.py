@@ -221,7 +221,7 @@ def test_no_function_is_forgotten() -> None:
                 {name for name, f in members if f.__module__ == module.__name__ and not name.startswith("_")}
             )
         functions |= offered[0] & offered[1]
-    assert functions == set(CALLS)
+    assert functions - {"assign_rows"} == set(CALLS)  # which other rooms use
 
 
 @pytest.mark.parametrize("function", CALLS)

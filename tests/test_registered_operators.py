@@ -24,12 +24,8 @@ IDS = torch.tensor([[1, 3], [0, 1], [2, 3]], dtype=torch.int32)
 MAP = torch.zeros(T, E, dtype=torch.bool).scatter_(1, IDS.long(), True)
 PLAN = moeroute.plan_from_expert_ids(IDS, E, backend="reference")
 MAP_PLAN = moeroute.plan_from_routing_map(MAP, backend="reference")
-PLANS = {
-    "row_of_slot": PLAN.row_of_slot, "slot_of_row": PLAN.slot_of_row, "slot_offsets": None,
-}  # fmt: skip
-RAGGED = {
-    "row_of_slot": MAP_PLAN.row_of_slot, "slot_of_row": MAP_PLAN.slot_of_row, "slot_offsets": MAP_PLAN.slot_offsets,
-}  # fmt: skip
+PLANS, RAGGED = PLAN.tensors._asdict(), MAP_PLAN.tensors._asdict()
+TABLE = {**PLANS, "expert_of_slot": MAP_PLAN.expert_of_slot}
 TOKENS, ROWS = torch.linspace(0, 9, T * H).reshape(T, H).sin(), torch.linspace(0, 5, R * H).reshape(R, H).cos()
 SLOTS, WEIGHTS = torch.linspace(1, 2, S), torch.linspace(0.1, 1, T * K).reshape(T, K)
 LOGITS = torch.linspace(-1, 1, T * E).reshape(T, E).cos()
@@ -45,21 +41,19 @@ NOTHING_GIVEN = {"capacity": None, "segment": None, "align": 1, "num_rows": None
 GOOD: dict[str, dict[str, Any]] = {
     "spread": {"x": TOKENS, "weights": None, **PLANS},
     "spread, weights": {"x": TOKENS, "weights": SLOTS, **RAGGED},
-    "combine": {"rows": ROWS, "weights": None, **PLANS, "num_tokens": T},
-    "combine, weights": {"rows": ROWS, "weights": SLOTS, **RAGGED, "num_tokens": T},
+    "combine": {"rows": ROWS, "weights": None, **PLANS},
+    "combine, weights": {"rows": ROWS, "weights": SLOTS, **RAGGED},
     "row_dots": {"rows": ROWS, "x": TOKENS, **PLANS, "dtype": torch.float32},
     "row_dots, ragged": {"rows": ROWS, "x": TOKENS, **RAGGED, "dtype": torch.float32},
     "spread_dots": {"x": TOKENS, "rows": ROWS, "weights": SLOTS, **PLANS},
     "spread_dots, ragged": {"x": TOKENS, "rows": ROWS, "weights": SLOTS, **RAGGED},
     "take": {"values": SLOTS, "index": PLAN.slot_of_row, "inverse": PLAN.row_of_slot},
-    "slot_weights": {"weights": LOGITS, "expert_of_slot": EXPERT_OF_SLOT, "slot_offsets": MAP_PLAN.slot_offsets},
-    "slot_weights, table": {"weights": LOGITS, "expert_of_slot": EXPERT_OF_SLOT, "slot_offsets": None},
+    "slot_weights": {"weights": LOGITS, **RAGGED},
+    "slot_weights, table": {"weights": LOGITS, **TABLE},
     "slot_weights_backward": {
-        "grad": SLOTS, "expert_of_slot": EXPERT_OF_SLOT, "slot_offsets": MAP_PLAN.slot_offsets, "num_tokens": T,
-        "num_experts": E, "accumulate": True},
+        "grad": SLOTS, **RAGGED, "num_experts": E, "accumulate": True},
     "slot_weights_backward, table": {
-        "grad": SLOTS, "expert_of_slot": EXPERT_OF_SLOT, "slot_offsets": None, "num_tokens": T, "num_experts": E,
-        "accumulate": False},
+        "grad": SLOTS, **TABLE, "num_experts": E, "accumulate": False},
     "gating_topk": {"logits": LOGITS, "bias": torch.zeros(E), "expert_ids": None, **CHOICE},
     "gating_topk, given": {"logits": LOGITS, "bias": None, "expert_ids": IDS, **CHOICE},
     "gating_topk_backward": {
@@ -200,16 +194,16 @@ def test_tokens_and_choices_by_the_million() -> None:
     """No kernel may believe a number that no tensor has."""
     ops = torch.ops.moeroute
     with pytest.raises(ValueError, match=r"combine: row_of_slot must be \[T \* K\] with T = 1000000"):
-        ops.combine(ROWS, None, PLAN.row_of_slot, PLAN.slot_of_row, None, 10**6, "cpu")
+        ops.combine(ROWS, None, *PLAN.tensors[:4], 10**6, "cpu")
     with pytest.raises(ValueError, match=r"combine: slot_offsets must be of shape \[1000001\]"):
-        ops.combine(ROWS, None, *RAGGED.values(), 10**6, "cpu")
+        ops.combine(ROWS, None, *MAP_PLAN.tensors[:4], 10**6, "cpu")
     for k, ids in itertools.product((100_000,), (None, IDS)):
         with pytest.raises(ValueError, match=r"gating_topk: (k must be in 1\.\.2|expert_ids must be \[T, K\])"):
             ops.gating_topk(*({**GOOD["gating_topk"], "k": k, "expert_ids": ids}.values()), "cpu")
 
 
 def test_nonsense_in_triton_says_the_same() -> None:
-    if moeroute.backend.unavailable("triton") is not None:
+    if moeroute.dispatch.unavailable("triton") is not None:
         pytest.skip("no triton")
     for name in GOOD:
         for i, (what, arguments) in enumerate(nonsense(name)):

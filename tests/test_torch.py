@@ -251,8 +251,8 @@ def every_plan() -> list[moeroute.RoutingPlan]:
 
 def assert_same_plan(plan: moeroute.RoutingPlan, expected: moeroute.RoutingPlan) -> None:
     assert type(plan) is moeroute.RoutingPlan
-    assert vars(plan).keys() == vars(expected).keys()
-    for name, value in vars(expected).items():
+    assert plan.__getstate__().keys() == expected.__getstate__().keys()
+    for name, value in expected.__getstate__().items():
         if isinstance(value, Tensor):
             assert_same_bits(getattr(plan, name), value)
         else:

@@ -33,7 +33,7 @@ def run(*command: str | Path, cache: Path) -> str:
 def kernels_of_the_tree() -> set[str]:
     """The first argument of every `launch`."""
     found = set()
-    for file in (ROOT / "src" / "moeroute" / "ops").glob("*/on_triton.py"):
+    for file in (ROOT / "src" / "moeroute" / "ops").glob("*/*triton*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch":
                 found.add(ast.unparse(node.args[0]))

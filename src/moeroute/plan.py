@@ -106,11 +106,15 @@ class RoutingPlan:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "RoutingPlan":
         """A plan of changed tensors; counts that are one tensor stay one."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = self.__getstate__()
         fields = {name: change(value) if isinstance(value, Tensor) else value for name, value in fields.items()}
         if self.rows_per_expert is self.tokens_per_expert:
             fields["rows_per_expert"] = fields["tokens_per_expert"]
         return _plan_of(fields)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields: what copies and pickles get, without what is kept beside them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def tensors(self) -> PlanTensors:

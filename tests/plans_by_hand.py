@@ -1,5 +1,6 @@
 """Plans as plain Python loops: what a constructor must return, and the comparison of every field."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -197,6 +198,13 @@ def check_plan(plan: RoutingPlan, expected: Fields) -> None:
     for tensor in (plan.tokens_per_expert, plan.rows_per_expert):
         if tensor is not None:
             assert tensor.dtype is torch.int64
+    ends = plan.expert_ends
+    if plan.rows_per_expert is None:
+        assert ends is None
+    else:
+        assert ends is not None
+        assert ends.dtype is torch.int32
+        assert ends.tolist() == list(itertools.accumulate(actual["rows_per_expert"]))
     slots, rows, tokens = actual["row_of_slot"], actual["slot_of_row"], actual["token_of_slot"]
     assert plan.token_of_row.tolist() == [tokens[s] if s >= 0 else -1 for s in rows]
     assert all(rows[slots[s]] == s for s in range(len(slots)) if slots[s] >= 0)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from moeroute import check
 from moeroute.dtypes import LARGEST
 
+Result = TypeVar("Result")
 
 class PlanTensors(NamedTuple):
     """What kernels take of a plan; an operator of torch.library has these as five arguments."""
@@ -39,6 +40,9 @@ class RoutingPlan:
     | `expert_of_slot` | int32 [S] or None | expert of each slot, -1 none; present where the weights are [T, E] |
     | `tokens_per_expert` | int64 [E] or None | rows of each expert, without padding |
     | `rows_per_expert` | int64 [E] or None | rows of each expert, with padding; the same tensor where there is none |
+
+    Derived from them, without a synchronisation, on first use and then kept: `token_of_slot`, `token_of_row`,
+    `expert_of_row`, `expert_ends`. Tensors of a plan are not to be changed in place.
 
     With an expert range (lo, hi) the last two have hi - lo entries. Slots before `slot_offsets[0]` and from
     `slot_offsets[T]` on, if any (a slice of a larger plan), belong to no token: nothing is copied, added up or
@@ -140,16 +144,12 @@ class RoutingPlan:
         >>> moeroute.plan_from_routing_map(chosen).token_of_slot.tolist()
         [0, 0, 2]
         """
-        slots = torch.arange(self.num_slots, dtype=torch.int32, device=self.row_of_slot.device)
-        if self.slot_offsets is None:
-            return slots // max(self.topk or 1, 1)
-        token = torch.searchsorted(self.slot_offsets[1:].contiguous(), slots, right=True, out_int32=True)
-        return torch.where((token < self.num_tokens) & (slots >= self.slot_offsets[0]), token, -1)
+        return self._once("_token_of_slot", _token_of_slot)
 
     @property
     def token_of_row(self) -> Tensor:
         """int32 [R]: the token whose copy each row holds; -1 for padding."""
-        return _gather(self.token_of_slot, self.slot_of_row)
+        return self._once("_token_of_row", lambda plan: _gather(plan.token_of_slot, plan.slot_of_row))
 
     @property
     def tokens_up_to_expert(self) -> Tensor | None:
@@ -170,15 +170,60 @@ class RoutingPlan:
         >>> moeroute.plan_from_expert_ids(torch.tensor([[2, 0], [-1, 2], [0, 2]]), 4, align=4).expert_of_row.tolist()
         [0, 0, 0, 0, 2, 2, 2, 2]
         """
-        if self.rows_per_expert is None:
-            return None
-        rows = torch.arange(self.num_rows, device=self.slot_of_row.device)
-        expert = torch.searchsorted(self.rows_per_expert.cumsum(0), rows, right=True, out_int32=True)
-        return torch.where(expert < self.rows_per_expert.shape[0], expert, -1)
+        return self._once("_expert_of_row", _expert_of_row)
+
+    @property
+    def expert_ends(self) -> Tensor | None:
+        """int32 [E]: the row behind each expert's last one, padding rows included; running totals of
+        `rows_per_expert`. None where the plan knows no experts.
+
+        What `torch.nn.functional.grouped_mm(rows, weight, offs=plan.expert_ends)` takes.
+
+        >>> import torch, moeroute
+        >>> moeroute.plan_from_expert_ids(torch.tensor([[2, 0], [-1, 2], [0, 2]]), 4, align=4).expert_ends.tolist()
+        [4, 4, 8, 8]
+        """
+        return self._once("_expert_ends", _expert_ends)
+
+    def _once(self, name: str, compute: Callable[["RoutingPlan"], Result]) -> Result:
+        """compute(self), kept for the next use: a real tensor that autograd may save, filled by now."""
+        if torch.compiler.is_compiling():
+            return compute(self)
+        if name in self.__dict__:
+            found: Result = self.__dict__[name]
+            return found
+        with torch.inference_mode(False):
+            found = compute(self)
+        if type(found) is Tensor and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.__dict__[name] = found
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 # torch.load(weights_only=True), its default, then reads plans.
 torch.serialization.add_safe_globals([RoutingPlan])
+
+
+def _token_of_slot(plan: RoutingPlan) -> Tensor:
+    slots = torch.arange(plan.num_slots, dtype=torch.int32, device=plan.row_of_slot.device)
+    if plan.slot_offsets is None:
+        return slots // max(plan.topk or 1, 1)
+    token = torch.searchsorted(plan.slot_offsets[1:].contiguous(), slots, right=True, out_int32=True)
+    return torch.where((token < plan.num_tokens) & (slots >= plan.slot_offsets[0]), token, -1)
+
+
+def _expert_of_row(plan: RoutingPlan) -> Tensor | None:
+    if plan.rows_per_expert is None:
+        return None
+    rows = torch.arange(plan.num_rows, device=plan.slot_of_row.device)
+    expert = torch.searchsorted(plan.rows_per_expert.cumsum(0), rows, right=True, out_int32=True)
+    return torch.where(expert < plan.rows_per_expert.shape[0], expert, -1)
+
+
+def _expert_ends(plan: RoutingPlan) -> Tensor | None:
+    return None if plan.rows_per_expert is None else plan.rows_per_expert.cumsum(0, dtype=torch.int32)
 
 
 def _gather(values: Tensor, index: Tensor) -> Tensor:
@@ -288,7 +333,8 @@ def expect_plan(operator: str, plan: Any) -> None:
         or (slots != plan.num_tokens * (plan.topk or 0) if offsets is None else offsets.numel() != plan.num_tokens + 1)
         or (experts is not None and experts.numel() != slots)
     ):
-        plan.__dict__.pop("_tensors", None)
+        for name in [name for name in plan.__dict__ if name.startswith("_")]:
+            del plan.__dict__[name]
         plan.__post_init__()
 
 

@@ -78,6 +78,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "lengths": torch.tensor([[2, 1], [1, 2]]), "num_tokens": 6, "backend": None}),
     "plan_from_segments, out": (moeroute.plan_from_segments, {
         "lengths": torch.tensor([[2, 1], [1, 2]]), "num_tokens": 6, "out": ints(6)}),
+    "plan_from_chunks": (moeroute.plan_from_chunks, {
+        "lengths": torch.tensor([2, 1, 3]), "order": torch.tensor([2, 0, 1]), "num_tokens": 6, "backend": None}),
+    "plan_from_chunks, out": (moeroute.plan_from_chunks, {
+        "lengths": torch.tensor([2, 1, 3]), "order": torch.tensor([2, 0, 1]), "num_tokens": 6, "out": ints(6)}),
     "RoutingPlan": (moeroute.RoutingPlan, {
         "row_of_slot": PLAN.row_of_slot, "slot_of_row": PLAN.slot_of_row, "num_tokens": T, "num_rows": R,
         "num_experts": E, "topk": K, "expert_of_slot": IDS.reshape(-1), "tokens_per_expert": PLAN.tokens_per_expert,

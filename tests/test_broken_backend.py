@@ -198,7 +198,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "plan_routing_map": lambda b: moeroute.plan_from_routing_map(CHOSEN, align=2, backend=b),
     "plan_row_of_slot": lambda b: moeroute.plan_from_row_of_slot(IDS, 5, 5, expert_of_slot=IDS, backend=b),
     "plan_token_ids": lambda b: moeroute.plan_from_token_ids(IDS.view(-1), 5, num_experts=2, backend=b),
-    "plan_segments": lambda b: moeroute.plan_from_segments(LENGTHS, 8, backend=b),
+    "plan_chunks": lambda b: moeroute.plan_from_segments(LENGTHS, 8, backend=b),
     "spread": lambda b: moeroute.spread(X, PLAN, backend=b),
     "combine": lambda b: moeroute.combine(ROWS, PLAN, backend=b),
     "row_dots": lambda b: moeroute.row_dots(ROWS, X, PLAN, backend=b),

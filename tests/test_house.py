@@ -245,7 +245,7 @@ def test_all_implementations_offer_the_same(room: str, file: str) -> None:
 FUNCTIONS = (
     "balance_statistics", "capacity_from_factor", "combine", "empty_cache", "gating_topk", "gating_topk_backward", "load_balancing_loss",
     "memory_stats", "permute", "permute_backward", "permute_weights", "permute_weights_backward",
-    "plan_from_expert_ids", "plan_from_routing_map", "plan_from_row_of_slot", "plan_from_segments",
+    "plan_from_chunks", "plan_from_expert_ids", "plan_from_routing_map", "plan_from_row_of_slot", "plan_from_segments",
     "plan_from_token_ids", "router_z_loss", "row_dots", "set_memory_pool", "slot_weights", "spread", "unpermute",
     "unpermute_backward", "update_expert_bias",
 )  # fmt: skip

@@ -74,7 +74,9 @@ GOOD: dict[str, dict[str, Any]] = {
         "row_of_slot": PLAN.row_of_slot, "expert_of_slot": EXPERT_OF_SLOT, "num_rows": R, "first_row": 1},
     "plan_token_ids": {
         "token_ids": PLAN.token_of_row, "rows": torch.arange(R), "num_tokens": T, "num_rows": R, "num_experts": 2},
-    "plan_segments": {"lengths": torch.tensor([[1, 1], [1, 0]]), "num_tokens": T},
+    "plan_chunks": {"lengths": torch.tensor([[1, 1], [1, 0]]), "order": None, "num_tokens": T},
+    "plan_chunks, ordered": {
+        "lengths": torch.tensor([[1], [2], [0]]), "order": torch.tensor([2, 0, 1]), "num_tokens": T},
     "grouped_linear": {
         "rows": ROWS, "weight": torch.ones(E, 2, H), "sizes": torch.tensor([1, 2, 0, 3]), "bias": torch.ones(E, 2)},
     "grouped_outer": {"left": ROWS, "right": ROWS[:, :3], "sizes": torch.tensor([1, 2, 0, 3])},

@@ -435,7 +435,7 @@ def test_a_trace_refuses_a_buffer() -> None:
         ),
         ("rows", {"plan_row_of_slot", "spread"}),
         ("tokens", {"plan_token_ids", "combine"}),
-        ("segments", {"plan_segments", "spread"}),
+        ("segments", {"plan_chunks", "spread"}),
     ],
 )
 def test_the_profiler_sees_routing(which: str, operators: set[str]) -> None:

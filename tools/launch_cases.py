@@ -299,12 +299,17 @@ def planning_cases() -> Iterator[Case]:
         layout=straight, out=buffers,
     )  # fmt: skip
 
-    def plan_segments(lengths: torch.dtype, ranks: int, experts: int, layout: str, out: str | None) -> None:
-        on_triton_indices.plan_segments(matrix(ranks, experts, lengths, layout), 5000, out=buffer(5000, out))
+    def plan_chunks(
+        lengths: torch.dtype, order: torch.dtype | None, ranks: int, experts: int, layout: str, out: str | None
+    ) -> None:
+        on_triton_indices.plan_chunks(
+            matrix(ranks, experts, lengths, layout), None if order is None else vector(ranks * experts, order, layout),
+            5000, out=buffer(5000, out),
+        )  # fmt: skip
 
     yield from over(
-        plan_segments, lengths=(torch.int64, torch.int32), ranks=(1, 8), experts=(1, 32, 256), layout=straight,
-        out=buffers,
+        plan_chunks, lengths=(torch.int64, torch.int32), order=(None, torch.int64, torch.int32), ranks=(1, 8),
+        experts=(1, 32, 256), layout=straight, out=buffers,
     )  # fmt: skip
 
 

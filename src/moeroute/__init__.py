@@ -34,7 +34,7 @@ from moeroute.ops.gating.op import (
     gating_topk,
     gating_topk_backward,
 )
-from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
 from moeroute.ops.rows.op import combine, row_dots, spread
@@ -66,6 +66,7 @@ __all__ = [
     "permute_backward",
     "permute_weights",
     "permute_weights_backward",
+    "plan_from_chunks",
     "plan_from_expert_ids",
     "plan_from_routing_map",
     "plan_from_row_of_slot",

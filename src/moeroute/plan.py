@@ -12,6 +12,7 @@ from moeroute.dtypes import LARGEST
 
 Result = TypeVar("Result")
 
+
 class PlanTensors(NamedTuple):
     """What kernels take of a plan; an operator of torch.library has these as five arguments."""
 
@@ -194,7 +195,8 @@ class RoutingPlan:
             return found
         with torch.inference_mode(False):
             found = compute(self)
-        if type(found) is Tensor and not (found.is_cuda and torch.cuda.is_current_stream_capturing()):
+        capturing = self.row_of_slot.is_cuda and torch.cuda.is_current_stream_capturing()
+        if type(found) is Tensor and not capturing:
             self.__dict__[name] = found
         return found
 

@@ -187,6 +187,12 @@ def plan_checks(num_tokens: int, experts: int, topk: int, seed: int) -> Iterator
     )  # fmt: skip
     lengths = torch.randint(0, 5, (3, experts), generator=generator)
     yield _check("plan_from_segments", moeroute.plan_from_segments, lengths, int(lengths.sum()))
+    order = torch.randperm(3 * experts, generator=generator)
+    chunks = lengths.reshape(-1)
+    yield _check("plan_from_chunks", moeroute.plan_from_chunks, chunks, order, int(lengths.sum()))
+    order[::5] = -1  # chunks that no place names, and one that two do
+    order[1] = order[2]
+    yield _check("plan_from_chunks, no permutation", moeroute.plan_from_chunks, chunks, order, int(lengths.sum()) - 3)
 
 
 # ---------------------------------------------------------------------------- rows

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import plan_from_expert_ids
 from plans_by_hand import (
@@ -246,3 +246,37 @@ def test_segments_drawn(data: st.DataObject) -> None:
     tensor = torch.tensor(lengths, dtype=torch.int64).reshape(ranks, num_experts)
     for backend in data.draw(BACKENDS):
         assert fields_of(plan_from_segments(tensor, num_tokens, backend=backend)) == expected
+
+
+@given(st.data())
+def test_chunks_drawn(data: st.DataObject) -> None:
+    num_chunks = data.draw(st.integers(0, 6))
+    lengths = data.draw(st.lists(st.integers(-1, 4) | st.just(2**63 - 1), min_size=num_chunks, max_size=num_chunks))
+    anything = st.lists(st.integers(-2, 8) | st.just(2**40), min_size=num_chunks, max_size=num_chunks)
+    order = data.draw(st.permutations(range(num_chunks)) | anything)
+    num_tokens = data.draw(st.integers(0, 20))
+    token_side = [(c, i) for c in range(num_chunks) for i in range(min(max(lengths[c], 0), num_tokens))]
+    row_side = [
+        (c, i)
+        for at, c in enumerate(order)
+        if 0 <= c < num_chunks and c not in order[at + 1 :]
+        for i in range(min(max(lengths[c], 0), num_tokens))
+    ]
+    token_side, row_side = (side[:num_tokens] for side in (token_side, row_side))
+    unused_rows, unused_tokens = ([-1] * (num_tokens - len(side)) for side in (row_side, token_side))
+    expected = dict.fromkeys(UNKNOWN) | {
+        "row_of_slot": [row_side.index(x) if x in row_side else -1 for x in token_side] + unused_tokens,
+        "slot_of_row": [token_side.index(x) if x in token_side else -1 for x in row_side] + unused_rows,
+        "num_tokens": num_tokens,
+        "num_rows": num_tokens,
+        "topk": 1,
+        "token_of_slot": list(range(num_tokens)),
+    }
+    for backend in data.draw(BACKENDS):
+        plan = plan_from_chunks(
+            torch.tensor(lengths, dtype=torch.int64),
+            torch.tensor(order, dtype=torch.int64),
+            num_tokens,
+            backend=backend,
+        )
+        assert fields_of(plan) == expected

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
 from moeroute.plan import RoutingPlan
@@ -288,6 +288,16 @@ SHAPE_OF_ROWS = "row_of_slot must be [T, K] or [T * K] with T = num_tokens = 2"
         (lambda: plan_from_segments(IDS[0], 2), V, "lengths must be [ranks, E]; got shape [2]"),
         (lambda: plan_from_segments(IDS.float(), 2), T, "lengths must be of an integer dtype; got torch.float32"),
         (lambda: plan_from_segments(IDS, -2), V, f"num_tokens must be in 0..{LIMIT}; got -2"),
+        (lambda: plan_from_chunks(IDS, IDS[0], 2), V, "lengths must be [N]; got shape [2, 2]"),
+        (
+            lambda: plan_from_chunks(IDS[0].float(), IDS[0], 2),
+            T,
+            "lengths must be of an integer dtype; got torch.float32",
+        ),
+        (lambda: plan_from_chunks(IDS[0], IDS[0].bool(), 2), T, "order must be of an integer dtype; got torch.bool"),
+        (lambda: plan_from_chunks(IDS[0], IDS, 2), V, "order must be [N] with N = 2, as lengths; got shape [2, 2]"),
+        (lambda: plan_from_chunks(IDS[0], IDS[0, :1], 2), V, "order must be [N] with N = 2, as lengths; got shape [1]"),
+        (lambda: plan_from_chunks(IDS[0], IDS[0], -2), V, f"num_tokens must be in 0..{LIMIT}; got -2"),
         # capacity
         (bad_factor(-1, 1, 1, 1.0), V, "num_tokens must be at least 0; got -1"),
         (bad_factor(1, 1, 0, 1.0), V, "num_experts must be at least 1; got 0"),

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import plan_from_expert_ids
+from moeroute.permutation import permute, unpermute
 from small_cases import present
 
 
@@ -91,3 +92,25 @@ def test_re_routing(backend: str) -> None:
     assert present(plan.tokens_per_expert).tolist() == [3, 3]
     longer = plan_from_segments(torch.tensor([[2, 1], [1, 2]]), 8, backend=backend)
     assert longer.row_of_slot.tolist() == [0, 1, 3, 2, 4, 5, -1, -1]
+
+
+def test_chunks_in_another_order(subtests: pytest.Subtests, backend: str) -> None:
+    """What sort_chunks does: split, reorder, concatenate."""
+    lengths, order = torch.tensor([3, 0, 2, 1, 4]), torch.tensor([4, 2, 1, 0, 3])
+    rows = torch.arange(10.0)[:, None]
+    chunks = rows.split(lengths.tolist())
+    expected = torch.cat([chunks[c] for c in order.tolist()])
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        with subtests.test(dtype=str(dtype)):
+            plan = plan_from_chunks(lengths.to(dtype), order.to(dtype), 10, backend=backend)
+            assert permute(rows, plan, backend=backend).tolist() == expected.tolist()
+            assert unpermute(expected, plan, backend=backend).tolist() == rows.tolist()
+    ranks, experts = 3, 4
+    table = torch.arange(12).reshape(ranks, experts) % 5
+    by_expert = torch.arange(12).reshape(ranks, experts).t().reshape(-1)
+    total = int(table.sum())
+    chunked = plan_from_chunks(table.reshape(-1), by_expert, total, backend=backend)
+    segments = plan_from_segments(table, total, backend=backend)
+    assert chunked.slot_of_row.tolist() == segments.slot_of_row.tolist()
+    nothing = plan_from_chunks(lengths[:0], order[:0], 0, backend=backend)
+    assert (nothing.num_slots, nothing.num_rows) == (0, 0)

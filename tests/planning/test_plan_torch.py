@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
 from moeroute.plan import RoutingPlan
@@ -33,7 +33,8 @@ def test_opcheck(backend: str, empty: bool) -> None:
         (ops.plan_routing_map, (routing_map, map_weights, 0, 3, None, True, 2, 2, 1, 6, True, backend)),
         (ops.plan_row_of_slot, (flat, flat, 4, 1, backend)),
         (ops.plan_token_ids, (flat, flat, num_tokens, 6, 2, backend)),
-        (ops.plan_segments, (ids, 4, backend)),
+        (ops.plan_chunks, (ids, None, 4, backend)),
+        (ops.plan_chunks, (flat[:, None], flat, 4, backend)),
     ]
     for operator, arguments in cases:
         torch.library.opcheck(operator.default, arguments)
@@ -57,6 +58,7 @@ def every_constructor(ids: Tensor, routing_map: Tensor, backend: str | None) -> 
     yield plan_from_routing_map(routing_map, topk=2, backend=backend)
     yield plan_from_routing_map(routing_map, fill=True, capacity=3, backend=backend)
     yield plan_from_segments(ids, 3 * num_tokens, backend=backend)
+    yield plan_from_chunks(ids[:, 0], ids[:, 1], 3 * num_tokens, backend=backend)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

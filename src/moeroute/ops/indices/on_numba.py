@@ -85,38 +85,50 @@ def live_rows(
         tokens[e] = count
 
 
-# ---------------------------------------------------------------------------- kernels: segments
+# ---------------------------------------------------------------------------- kernels: chunks
 
 
 @kernel(keys=INDEX_DTYPES, parallel=False)
-def segment_starts(
+def chunk_starts(
     starts: int64_ptr,
     tokens: int64_ptr,
     lengths: element_ptr,
+    order: int32_ptr,
+    place: int32_ptr,
     ranks: int64,
     num_tokens: int64,
     lo: int64,
     hi: int64,
 ):
-    """starts int64 [3, ranks, E]: first token, first row and length of each chunk, cut at the last token."""
+    """starts int64 [3, ranks, E]: first token, first row and length of each chunk, cut at the last token.
+
+    order: the chunk at each place, -1 none; place: the place of each chunk. Null: expert by expert.
+    """
     chunks = ranks * hi
     token = int64(0)
     for c in range(chunks):
         length = min(max(int64(lengths[c]), int64(0)), num_tokens)
         starts[c] = token
+        starts[chunks + c] = num_tokens
         starts[2 * chunks + c] = length
         token = min(token + length, num_tokens)
     row = int64(0)
     for e in range(hi):
         first = row
         for rank in range(ranks):
-            starts[chunks + rank * hi + e] = row
-            row = min(row + starts[2 * chunks + rank * hi + e], num_tokens)
+            c = rank * hi + e
+            if not is_null(order):
+                at = e * ranks + rank
+                c = int64(order[at])
+                if c < 0 or place[c] != at:
+                    continue
+            starts[chunks + c] = row
+            row = min(row + starts[2 * chunks + c], num_tokens)
         tokens[e] = row - first
 
 
 @kernel()
-def segments(
+def deal_chunks(
     row_of_slot: int32_ptr,
     slot_of_row: int32_ptr,
     starts: int64_ptr,
@@ -228,27 +240,34 @@ def plan_token_ids(
     return row_of_slot, slot_of_row, slot_offsets, experts, tokens
 
 
-def plan_segments(lengths: Tensor, num_tokens: int, *, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def plan_chunks(
+    lengths: Tensor, order: Tensor | None, num_tokens: int, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     ranks, experts = lengths.shape
     starts = torch.empty((3, ranks, experts), dtype=torch.int64, device=CPU)
     tokens = torch.empty(experts, dtype=torch.int64, device=CPU)
-    segment_starts(
+    place = None
+    if order is not None:
+        order = _narrowed(order, 0, ranks * experts)
+        place = _inverse(order, ranks * experts)
+    chunk_starts(
         lengths.dtype,
         items=experts,
         work=0,
         starts=starts.data_ptr(),
         tokens=tokens.data_ptr(),
         lengths=lengths.data_ptr(),
+        order=address(order),
+        place=address(place),
         ranks=ranks,
         num_tokens=num_tokens,
     )
     row_of_slot = row_of_slot_target(out, num_tokens)
     slot_of_row = memory.empty((num_tokens,), torch.int32)
-    work = num_tokens
-    segments(
+    deal_chunks(
         None,
         items=num_tokens,
-        work=work,
+        work=num_tokens,
         row_of_slot=row_of_slot.data_ptr(),
         slot_of_row=slot_of_row.data_ptr(),
         starts=starts.data_ptr(),

@@ -54,36 +54,48 @@ def entry_rows(
         tl.store(expert_of_slot + at, tl.where(live, row // rows_per_expert, -1).to(tl.int32), mask=inside)
 
 
+@triton.jit
+def chunk_at(i, order, place, ranks, experts, inside, ORDER: tl.constexpr):
+    """The chunk whose rows come i-th, -1 none; without `order` expert by expert, in an expert rank by rank."""
+    if ORDER:
+        c = tl.load(order + i, mask=inside, other=-1).to(tl.int64)
+        last = tl.load(place + c, mask=inside & (c >= 0), other=-1)
+        return tl.where(last == i, c, -1)
+    else:
+        return (i % tl.maximum(ranks, 1)) * experts + i // tl.maximum(ranks, 1)
+
+
 @triton.jit(do_not_specialize=["ranks", "experts", "num_tokens"])
-def segment_starts(
-    token_starts, row_starts, tokens, lengths, ranks, experts, num_tokens, PIECE: tl.constexpr
+def chunk_starts(
+    token_starts, row_starts, lengths, order, place, ranks, experts, num_tokens,
+    ORDER: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """One program. First token of each chunk, rank by rank; first row of each chunk, expert by expert."""
+    """One program. First token of each chunk as they lie; first row of each chunk as the rows lie."""
     chunks = ranks * experts
     limit = num_tokens.to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
     row = token
     for first in range(0, chunks, PIECE):
-        c = first + tl.arange(0, PIECE)
-        inside = c < chunks
-        by_rank = tl.load(lengths + c, mask=inside, other=0).to(tl.int64)
-        by_expert = tl.load(
-            lengths + (c % tl.maximum(ranks, 1)) * experts + c // tl.maximum(ranks, 1), mask=inside, other=0
-        ).to(tl.int64)
-        by_rank = tl.minimum(tl.maximum(by_rank, 0), limit)
-        by_expert = tl.minimum(tl.maximum(by_expert, 0), limit)
-        tl.store(token_starts + c, token + tl.cumsum(by_rank, axis=0) - by_rank, mask=inside)
-        tl.store(row_starts + c, row + tl.cumsum(by_expert, axis=0) - by_expert, mask=inside)
-        token += tl.sum(by_rank, axis=0)
-        row += tl.sum(by_expert, axis=0)
+        i = first + tl.arange(0, PIECE)
+        inside = i < chunks
+        c = chunk_at(i, order, place, ranks, experts, inside, ORDER)
+        here = tl.load(lengths + i, mask=inside, other=0).to(tl.int64)
+        there = tl.load(lengths + c, mask=inside & (c >= 0), other=0).to(tl.int64)
+        here = tl.minimum(tl.maximum(here, 0), limit)
+        there = tl.minimum(tl.maximum(there, 0), limit)
+        tl.store(token_starts + i, token + tl.cumsum(here, axis=0) - here, mask=inside)
+        tl.store(row_starts + i, row + tl.cumsum(there, axis=0) - there, mask=inside)
+        token += tl.sum(here, axis=0)
+        row += tl.sum(there, axis=0)
     tl.store(token_starts + chunks, token)
     tl.store(row_starts + chunks, row)
 
 
 @triton.jit(do_not_specialize=["ranks", "experts", "steps", "num_tokens"])
-def segments(
-    row_of_slot, slot_of_row, tokens, token_starts, row_starts, ranks, experts, steps, num_tokens, PIECE: tl.constexpr
-):
+def deal_chunks(
+    row_of_slot, slot_of_row, tokens, token_starts, row_starts, order, place, ranks, experts, steps, num_tokens,
+    ORDER: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
     """Row of each token and token of each row, by the same search; counts of the experts."""
     at = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
     chunks = ranks * experts
@@ -93,13 +105,18 @@ def segments(
     # The last chunk that begins at or before the token; the end of all chunks counts as one.
     c = first_at_least(token_starts, at + 1, low, high, steps) - 1
     live = inside & (c >= 0) & (c < chunks)
-    other = (c % tl.maximum(experts, 1)) * ranks + c // tl.maximum(experts, 1)
-    row = at - tl.load(token_starts + c, mask=live, other=0) + tl.load(row_starts + other, mask=live, other=0)
+    if ORDER:
+        i = tl.load(place + c, mask=live, other=-1).to(tl.int64)
+        live = live & (i >= 0)
+    else:
+        i = (c % tl.maximum(experts, 1)) * ranks + c // tl.maximum(experts, 1)
+    row = at - tl.load(token_starts + c, mask=live, other=0) + tl.load(row_starts + i, mask=live, other=0)
     tl.store(row_of_slot + at, tl.where(live & (row < num_tokens), row, -1).to(tl.int32), mask=inside)
-    c = first_at_least(row_starts, at + 1, low, high, steps) - 1
-    live = inside & (c >= 0) & (c < chunks)
-    other = (c % tl.maximum(ranks, 1)) * experts + c // tl.maximum(ranks, 1)
-    token = at - tl.load(row_starts + c, mask=live, other=0) + tl.load(token_starts + other, mask=live, other=0)
+    i = first_at_least(row_starts, at + 1, low, high, steps) - 1
+    live = inside & (i >= 0) & (i < chunks)
+    c = chunk_at(i, order, place, ranks, experts, live, ORDER)
+    live = live & (c >= 0)
+    token = at - tl.load(row_starts + i, mask=live, other=0) + tl.load(token_starts + c, mask=live, other=0)
     tl.store(slot_of_row + at, tl.where(live & (token < num_tokens), token, -1).to(tl.int32), mask=inside)
     mine = at < experts
     begin = tl.load(row_starts + at * ranks, mask=mine, other=0)
@@ -183,21 +200,29 @@ def plan_token_ids(
     return row_of_slot, slot_of_row, slot_offsets, experts, tokens
 
 
-def plan_segments(lengths: Tensor, num_tokens: int, *, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def plan_chunks(
+    lengths: Tensor, order: Tensor | None, num_tokens: int, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     ranks, experts = lengths.shape
     starts = empty_like(lengths, 2, ranks * experts + 1, dtype=torch.int64)
     tokens = empty_like(lengths, experts, dtype=torch.int64)
+    ordered, place = order is not None, None
+    if order is not None:
+        order, place, _ = plan_row_of_slot(order, None, ranks * experts, 0)
     launch(
-        segment_starts,
+        chunk_starts,
         1,
         token_starts=starts[0],
         row_starts=starts[1],
-        tokens=tokens,
         lengths=lengths,
+        order=lengths if order is None else order,
+        place=lengths if place is None else place,
         ranks=ranks,
         experts=experts,
         num_tokens=num_tokens,
         warps=WARPS,
+        spare=True,
+        ORDER=ordered,
         PIECE=PIECE,
     )
     row_of_slot = empty_like(lengths, num_tokens) if out is None else out
@@ -205,18 +230,22 @@ def plan_segments(lengths: Tensor, num_tokens: int, *, out: Tensor | None = None
     items = max(num_tokens, experts)
     piece = tile_rows(items, PIECE)
     launch(
-        segments,
+        deal_chunks,
         programs(items, piece),
         row_of_slot=row_of_slot,
         slot_of_row=slot_of_row,
         tokens=tokens,
         token_starts=starts[0],
         row_starts=starts[1],
+        order=starts if order is None else order,
+        place=starts if place is None else place,
         ranks=ranks,
         experts=experts,
         steps=(ranks * experts + 1).bit_length(),
         num_tokens=num_tokens,
         warps=WARPS,
+        spare=True,
+        ORDER=ordered,
         PIECE=piece,
     )
     return row_of_slot, slot_of_row, tokens

@@ -1,4 +1,4 @@
-"""Plans of those who hold index tensors already: rows of slots, tokens of rows, lengths of segments."""
+"""Plans of those who hold index tensors already: rows of slots, tokens of rows, lengths of chunks."""
 
 import torch
 from torch import Tensor
@@ -160,15 +160,7 @@ def plan_from_segments(
     """
     operator = "plan_from_segments"
     lengths = index_tensor(operator, "lengths", lengths, "[ranks, E]", (2,))
-    check.integer(operator, "num_tokens", num_tokens, 0, LARGEST)
-    chosen = dispatch.choose(operator, backend, lengths.device)
-    out, into, (lengths,) = destination(operator, out, num_tokens, lengths)
-    if out is not None or dispatch.plain(lengths):
-        found = _segments_operator(lengths, num_tokens, chosen, out=into)
-        hand_over(found[0], out)
-    else:
-        found = _plan_segments(lengths, num_tokens, chosen)
-    row_of_slot, slot_of_row, tokens = found
+    row_of_slot, slot_of_row, tokens = _chunks(operator, lengths, None, num_tokens, out, backend)
     return make_plan(
         row_of_slot,
         slot_of_row,
@@ -178,6 +170,72 @@ def plan_from_segments(
         tokens_per_expert=tokens,
         rows_per_expert=tokens,
     )
+
+
+def plan_from_chunks(
+    lengths: Tensor,
+    order: Tensor,
+    num_tokens: int,
+    *,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> RoutingPlan:
+    """The plan that reorders chunks of tokens: `sort_chunks_by_index` of Transformer Engine, `sort_chunks_by_idxs` of
+    Megatron.
+
+    `lengths` [N]: the tokens lie chunk by chunk, `lengths[c]` of them in chunk c. `order` [N], a permutation:
+    chunk `order[i]` comes i-th among the rows. Both are of any integer dtype and strides. Each token is one slot
+    (`topk` = 1), S = R = T.
+
+    >>> lengths, order = torch.tensor([2, 1, 3]), torch.tensor([2, 0, 1])
+    >>> plan = plan_from_chunks(lengths, order, num_tokens=6)
+    >>> plan.token_of_row.tolist(), plan.row_of_slot.tolist()
+    ([3, 4, 5, 0, 1, 2], [3, 4, 5, 0, 1, 2])
+
+    In torch: `chunks = arange(T).split(lengths.tolist())`, then
+    `slot_of_row = cat([chunks[c] for c in order.tolist()])`.
+
+    Nothing is read back, so that the data is not checked either: tokens behind the last chunk have no row, chunks
+    end at the last token, and a negative length counts as 0. An `order` outside [0, N) names no chunk. Of several
+    places that name one chunk the last has its rows; a chunk that no place names has none.
+
+    `plan_from_segments` is the case in which chunks of [ranks, E] are ordered by expert. The plan knows no experts
+    here.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
+    """
+    operator = "plan_from_chunks"
+    lengths = index_tensor(operator, "lengths", lengths, "[N]", (1,))
+    order = _order_of(operator, order, lengths)
+    row_of_slot, slot_of_row, _ = _chunks(operator, lengths[:, None], order, num_tokens, out, backend)
+    return make_plan(row_of_slot, slot_of_row, num_tokens, topk=1)
+
+
+def _chunks(
+    operator: str, lengths: Tensor, order: Tensor | None, num_tokens: int, out: Tensor | None, backend: str | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    check.integer(operator, "num_tokens", num_tokens, 0, LARGEST)
+    chosen = dispatch.choose(operator, backend, lengths.device)
+    out, into, (lengths, order) = destination(operator, out, num_tokens, lengths, order)
+    if out is None and not dispatch.plain(lengths, order):
+        found: tuple[Tensor, Tensor, Tensor] = _plan_chunks(lengths, order, num_tokens, chosen)
+        return found
+    found = _chunks_operator(lengths, order, num_tokens, chosen, out=into)
+    hand_over(found[0], out)
+    return found
+
+
+# ---------------------------------------------------------------------------- checks
+
+
+def _order_of(operator: str, order: Tensor, lengths: Tensor) -> Tensor:
+    num_chunks = lengths.numel()
+    wanted = f"[N] with N = {num_chunks}, as lengths"
+    order = index_tensor(operator, "order", order, wanted, (1,))
+    if order.shape[0] != num_chunks:
+        raise check.wrong_shape(operator, "order", wanted, order)
+    check.same_device(operator, "lengths", lengths, "order", order)
+    return order
 
 
 # ---------------------------------------------------------------------------- registration
@@ -220,10 +278,12 @@ def _token_ids_operator(
     )
 
 
-def _segments_operator(
-    lengths: Tensor, num_tokens: int, backend: str, *, out: Tensor | None = None
+def _chunks_operator(
+    lengths: Tensor, order: Tensor | None, num_tokens: int, backend: str, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    row_of_slot, slot_of_row, tokens = dispatch.module("indices", backend).plan_segments(lengths, num_tokens, out=out)
+    row_of_slot, slot_of_row, tokens = dispatch.module("indices", backend).plan_chunks(
+        lengths, order, num_tokens, out=out
+    )
     return row_of_slot, slot_of_row, tokens
 
 
@@ -262,12 +322,16 @@ def _registered_token_ids(
     return _token_ids_operator(token_ids, rows, num_tokens, num_rows, num_experts, backend)
 
 
-def _registered_segments(lengths: Tensor, num_tokens: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    operator = "plan_segments"
+def _registered_chunks(
+    lengths: Tensor, order: Tensor | None, num_tokens: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    operator = "plan_chunks"
     lengths = index_tensor(operator, "lengths", lengths, "[ranks, E]", (2,))
+    if order is not None:
+        order = _order_of(operator, order, lengths)
     check.integer(operator, "num_tokens", num_tokens, 0, LARGEST)
     dispatch.choose(operator, backend, lengths.device)
-    return _segments_operator(lengths, num_tokens, backend)
+    return _chunks_operator(lengths, order, num_tokens, backend)
 
 
 def _row_of_slot_fake(
@@ -291,7 +355,7 @@ def _token_ids_fake(
     )
 
 
-def _segments_fake(lengths: Tensor, num_tokens: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+def _chunks_fake(lengths: Tensor, order: Tensor | None, num_tokens: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
     return (
         fake_vector(lengths, num_tokens),
         fake_vector(lengths, num_tokens),
@@ -312,9 +376,9 @@ _plan_token_ids = register(
     _registered_token_ids,
     _token_ids_fake,
 )
-_plan_segments = register(
-    "plan_segments(Tensor lengths, SymInt num_tokens, str backend)"
+_plan_chunks = register(
+    "plan_chunks(Tensor lengths, Tensor? order, SymInt num_tokens, str backend)"
     " -> (Tensor row_of_slot, Tensor slot_of_row, Tensor tokens_per_expert)",
-    _registered_segments,
-    _segments_fake,
+    _registered_chunks,
+    _chunks_fake,
 )

@@ -47,18 +47,26 @@ def plan_token_ids(
     return deliver(row, out), slot_of_row, slot_offsets.to(torch.int32), expert_of_slot, tokens_per_expert
 
 
-def plan_segments(lengths: Tensor, num_tokens: int, *, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """row_of_slot, slot_of_row and tokens_per_expert."""
+def plan_chunks(
+    lengths: Tensor, order: Tensor | None, num_tokens: int, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """row_of_slot, slot_of_row and tokens_per_expert. Without `order`: expert by expert, and inside rank by rank."""
+    ranks, experts = lengths.shape
+    num_chunks, device = ranks * experts, lengths.device
     lengths = lengths.to(torch.int64).clamp(min=0, max=num_tokens)  # longer ones end at the last token anyway
     by_rank = lengths.reshape(-1)  # chunks in the order in which the tokens lie
-    by_expert = lengths.t().reshape(-1)  # and in the order of the rows
-    row_start = before(by_expert).reshape(lengths.t().shape).t().reshape(-1)
-    token = torch.arange(num_tokens, device=lengths.device)
+    if order is None:
+        order = torch.arange(num_chunks, device=device).reshape(ranks, experts).t().reshape(-1)
+    # The last place that names a chunk counts; a chunk that none names goes behind all others.
+    place = inverse(inside(order, 0, num_chunks), num_chunks).to(torch.int64)
+    by_place = by_rank.new_zeros(num_chunks + 1).scatter_(0, torch.where(place >= 0, place, num_chunks), by_rank)
+    row_start = torch.where(place >= 0, before(by_place)[place], num_tokens)
+    token = torch.arange(num_tokens, device=device)
     chunk = torch.searchsorted(by_rank.cumsum(0), token, right=True)
     shift = torch.cat([row_start - before(by_rank), row_start.new_full((1,), num_tokens)])
     row = inside(token + shift[chunk], 0, num_tokens)
-    start = before(lengths.sum(dim=0))
-    return deliver(row, out), inverse(row, num_tokens), cut(lengths.sum(dim=0), start, num_tokens)
+    per_expert = by_place[:num_chunks].reshape(experts, ranks).sum(dim=1)
+    return deliver(row, out), inverse(row, num_tokens), cut(per_expert, before(per_expert), num_tokens)
 
 
 def inside(index: Tensor, first: int, count: int) -> Tensor:

@@ -200,9 +200,6 @@ class RoutingPlan:
             self.__dict__[name] = found
         return found
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
 
 # torch.load(weights_only=True), its default, then reads plans.
 torch.serialization.add_safe_globals([RoutingPlan])

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax")
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid", "none")
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)
 NAN, INF = math.nan, math.inf
@@ -24,9 +24,11 @@ def by_hand(
     bias: Tensor | None = None,
     num_groups: int = 1,
     topk_groups: int | None = None,
-    group_score: str = "max",
+    group_score: str | int = "max",
 ) -> Tensor:
     """The expert ids of every row from its float32 scores, with Python's own sort."""
+
+    best = group_score if isinstance(group_score, int) else {"max": 1, "top2_sum": 2}[group_score]
 
     def best_first(values: list[float]) -> list[int]:
         return sorted(range(len(values)), key=lambda i: (0 if math.isnan(values[i]) else 1, -values[i], i))
@@ -38,8 +40,11 @@ def by_hand(
         groups = []
         for g in range(num_groups):
             members = values[g * size : (g + 1) * size]
-            first, *rest = (members[i] for i in best_first(members))
-            groups.append(float(np.float32(first) + np.float32(rest[0])) if group_score == "top2_sum" else first)
+            total, *rest = (np.float32(members[i]) for i in best_first(members))
+            for value in rest[: best - 1]:
+                with np.errstate(invalid="ignore"):  # inf - inf
+                    total = total + value
+            groups.append(float(total))
         kept = best_first(groups)[: topk_groups or num_groups]
         rows.append(best_first([v if e // size in kept else -INF for e, v in enumerate(values)])[:k])
     return torch.tensor(rows, dtype=torch.int32).reshape(len(rows), k)
@@ -62,6 +67,8 @@ def exact(
     weights = scores.gather(1, ids.long().clamp(min=0))
     if score == "topk_softmax":
         weights = torch.softmax(weights.masked_fill(none, -INF), 1)
+    elif score == "topk_sigmoid":
+        weights = weights.sigmoid()
     weights = weights.masked_fill(none, 0.0)
     if renormalize:
         weights = weights / (weights.sum(1, keepdim=True) + eps)

@@ -141,7 +141,7 @@ def calls(sizes: str) -> dict[str, Call]:
         "num_experts": E, "tokens_per_expert": plan.tokens_per_expert, "rows_per_expert": plan.rows_per_expert,
     }  # fmt: skip
     table: dict[str, Call] = {}
-    for score in ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax"):
+    for score in ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid", "none"):
         common: dict[str, Any] = {"score": score, "renormalize": True}
         table |= {
             f"gating_topk {score}": (

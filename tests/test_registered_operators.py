@@ -31,7 +31,7 @@ SLOTS, WEIGHTS = torch.linspace(1, 2, S), torch.linspace(0.1, 1, T * K).reshape(
 LOGITS = torch.linspace(-1, 1, T * E).reshape(T, E).cos()
 EXPERT_OF_SLOT = MAP_PLAN.expert_of_slot
 CHOICE = {
-    "k": K, "score": "sigmoid", "num_groups": 2, "topk_groups": 1, "group_score": "max", "renormalize": True,
+    "k": K, "score": "sigmoid", "num_groups": 2, "topk_groups": 1, "group_best": 1, "renormalize": True,
     "scaling_factor": 1.0, "eps": 1e-20, "weights_dtype": torch.float32,
 }  # fmt: skip
 SEGMENTS = {"first_expert": 0, "last_expert": E}

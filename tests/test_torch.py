@@ -495,7 +495,7 @@ def everything(backend: str, dtype: torch.dtype, weights_dtype: torch.dtype) -> 
                 yield from (g for g in second if g is not None)
 
     options: dict[str, Any] = {"backend": backend}
-    for score in ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax"):
+    for score in ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid", "none"):
         logits, bias = random(4, 8), random(8).detach()
         gating = moeroute.gating_topk(
             logits, 2, score=score, bias=bias, num_groups=2, weights_dtype=weights_dtype, **options

@@ -92,7 +92,7 @@ def typical() -> Iterator[Typical]:
 
     def gate() -> None:
         gating.gating_topk(
-            matrix(tokens, experts, float32), vector(experts, float32), None, topk, "sigmoid", 1, 1, "max", True, 1.0,
+            matrix(tokens, experts, float32), vector(experts, float32), None, topk, "sigmoid", 1, 1, 1, True, 1.0,
             1e-20, float32,
         )  # fmt: skip
 

@@ -71,7 +71,7 @@ def vector(size: int, dtype: torch.dtype, layout: str = "side by side") -> Tenso
 TOKENS = 16
 HIDDEN = (7168, 2049, 512, 144, 64, 1)
 EXPERTS = 16
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax")
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid", "none")
 integers = partial(vector, dtype=torch.int32)
 
 
@@ -186,7 +186,7 @@ def gating_cases() -> Iterator[Case]:
 
     def gating_topk(
         experts: int, groups: int, k: int, score: str, dtype: torch.dtype, bias: torch.dtype | None,
-        given: torch.dtype | None, weights: torch.dtype, group_score: str, renormalize: bool, layout: str, out: bool,
+        given: torch.dtype | None, weights: torch.dtype, group_best: int, renormalize: bool, layout: str, out: bool,
     ) -> None:  # fmt: skip
         groups = groups if experts % groups == 0 else 1
         kept = max(groups // 2, 1)
@@ -194,7 +194,7 @@ def gating_cases() -> Iterator[Case]:
             k = min(k, experts // groups * kept)
         on_triton.gating_topk(
             matrix(TOKENS, experts, dtype, layout), None if bias is None else vector(experts, bias),
-            None if given is None else matrix(TOKENS, k, given, layout), k, score, groups, kept, group_score,
+            None if given is None else matrix(TOKENS, k, given, layout), k, score, groups, kept, group_best,
             renormalize, 1.0, 1e-20, weights,
             out=(matrix(TOKENS, k, weights, layout), matrix(TOKENS, k, torch.int32, layout),
              matrix(TOKENS, experts, torch.float32, layout)) if out else None,
@@ -205,7 +205,7 @@ def gating_cases() -> Iterator[Case]:
     yield from over(
         gating_topk, experts=many, groups=(1, 4, 8, 32), k=(1, 6, 8, 32, 40), score=SCORES, dtype=FLOATS,
         bias=(None, *FLOATS), given=(None, torch.int32, None, torch.int64, torch.uint8, torch.uint64), weights=FLOATS,
-        group_score=("max", "top2_sum"), renormalize=(False, True), layout=layouts, out=(False, True),
+        group_best=(1, 2), renormalize=(False, True), layout=layouts, out=(False, True),
     )  # fmt: skip
 
     def gating_topk_backward(

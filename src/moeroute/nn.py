@@ -206,7 +206,7 @@ class Router(nn.Module):
         expert_bias: bool = False,
         num_groups: int = 1,
         topk_groups: int | None = None,
-        group_score: str = "max",
+        group_score: str | int = "max",
         renormalize: bool | None = None,
         scaling_factor: float = 1.0,
         eps: float = 1e-20,
@@ -268,9 +268,10 @@ class Router(nn.Module):
             raise check.wrong_dtype("nn.Router", "logits", "of a floating-point dtype", logits)
         if self.score == "softmax":
             return gating.scores
-        if self.score == "topk_softmax":
+        if self.score in ("topk_softmax", "none"):
             return logits.softmax(dim=-1)
-        return gating.scores / (gating.scores.sum(dim=-1, keepdim=True) + self.eps)
+        scores = logits.sigmoid() if self.score == "topk_sigmoid" else gating.scores
+        return scores / (scores.sum(dim=-1, keepdim=True) + self.eps)
 
     def extra_repr(self) -> str:
         num_experts, hidden_size = self.weight.shape
@@ -377,7 +378,7 @@ class MoE(nn.Module):
         expert_bias: bool = False,
         num_groups: int = 1,
         topk_groups: int | None = None,
-        group_score: str = "max",
+        group_score: str | int = "max",
         renormalize: bool | None = None,
         scaling_factor: float = 1.0,
         eps: float = 1e-20,

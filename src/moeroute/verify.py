@@ -77,10 +77,12 @@ def gating_checks(num_tokens: int, seed: int) -> Iterator[Check]:
         {"score": "sigmoid", "renormalize": False},
         {"score": "sqrtsoftplus", "eps": 1e-3},
         {"score": "topk_softmax"},
+        {"score": "topk_sigmoid"},
+        {"score": "none", "renormalize": True},
     )
     # All of three groups of three, negative logits too; many slots with the scores that differ most.
     sizes = ((12, 3, 1, None), (24, 9, 8, 3), (300, 8, 1, None))
-    many = tuple(itertools.product(modes[1:4:2] + modes[5:], ((40, 40, 1, None), (1025, 34, 5, 2))))
+    many = tuple(itertools.product(modes[1:4:2] + modes[5:7], ((40, 40, 1, None), (1025, 34, 5, 2))))
     cases = (*itertools.product(modes, sizes), *many)
     for number, (mode, (experts, k, groups, kept)) in enumerate(cases):
         for dtype in DTYPES if (experts, mode["score"]) == (12, "sigmoid") else (DTYPES[number % 3],):
@@ -91,7 +93,7 @@ def gating_checks(num_tokens: int, seed: int) -> Iterator[Check]:
             if dtype is not torch.float16:
                 options["bias"] = torch.randn(experts, generator=generator) * 0.1
             if dtype is torch.bfloat16:
-                options["group_score"], options["weights_dtype"] = "top2_sum", dtype
+                options["group_score"], options["weights_dtype"] = min(2 + number % 2, experts // groups), dtype
             name = f"{mode['score']} E={experts} k={k} {_short(dtype)} {mode}"
             yield _check(f"gating_topk {name}", moeroute.gating_topk, logits, k, **options)
             ids = torch.randint(-1, experts + 1, (num_tokens, k), generator=generator)

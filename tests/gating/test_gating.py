@@ -14,9 +14,11 @@ from moeroute.ops.gating import reference
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 from strategies import BACKENDS
 
+GROUPS: list[dict[str, Any]] = [{}, *({**GROUPED, "group_score": how} for how in ("top2_sum", "max", 3, 8))]
+
 
 @pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("groups", [{}, GROUPED, {**GROUPED, "group_score": "max"}], ids=["flat", "top2_sum", "max"])
+@pytest.mark.parametrize("groups", GROUPS, ids=["flat", "top2_sum", "max", "3", "8"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_selection(backend: str, score: str, groups: dict[str, Any], biased: bool) -> None:
     logits = random_logits(40, 64)
@@ -75,7 +77,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     experts = groups * draw(st.sampled_from([2, 3, 5, 16, 31, 32, 33, 64, 65, 86]))
     if groups == 1 and draw(st.booleans()):
         experts = draw(st.sampled_from([1, 4, 17, 63, 127, 128, 129, 255, 256, 257, 300, 513, 1100]))
-    topk_groups = draw(st.integers(1, groups))
+    topk_groups, size = draw(st.integers(1, groups)), experts // groups
     most = experts // groups * topk_groups
     k = draw(st.one_of(st.integers(1, min(most, 9)), st.sampled_from([most, max(1, most // 2)])))
     tokens = draw(st.sampled_from([0, 1, 2, 5]))
@@ -100,7 +102,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "bias": bias,
         "num_groups": groups,
         "topk_groups": topk_groups,
-        "group_score": draw(st.sampled_from(["max", "top2_sum"])) if experts // groups > 1 else "max",
+        "group_score": draw(st.sampled_from(["max", *(["top2_sum"] if size > 1 else []), (size + 1) // 2, size])),
         "renormalize": draw(st.booleans()),
         "scaling_factor": draw(st.sampled_from([1.0, 2.5, -0.3])),
         "eps": draw(st.sampled_from([1e-20, 1e-3, 0.0])),
@@ -265,6 +267,67 @@ def test_topk_softmax_is_not_softmax_renormalised(backend: str) -> None:
     assert gating_topk(logits, 2, score="topk_softmax", backend=backend).expert_ids.tolist() == [[0, 2]]
     # In float32 the softmax of both small ones is 0: a tie.
     assert gating_topk(logits, 2, renormalize=True, backend=backend).expert_ids.tolist() == [[0, 1]]
+
+
+def test_topk_sigmoid_selects_on_the_logits(backend: str) -> None:
+    logits = torch.tensor([[20.0, 25.0, 30.0, 1.0]])  # in float32 the sigmoid of the first three is 1
+    found = gating_topk(logits, 2, score="topk_sigmoid", backend=backend)
+    assert found.expert_ids.tolist() == [[2, 1]]
+    assert_same_bits(found.scores, logits)
+    assert found.weights.tolist() == [[1.0, 1.0]]
+    assert gating_topk(logits, 2, score="sigmoid", backend=backend).expert_ids.tolist() == [[0, 1]]
+    biased = gating_topk(logits, 2, score="topk_sigmoid", bias=torch.tensor([0.0, 0, -20, 20]), backend=backend)
+    assert biased.expert_ids.tolist() == [[1, 3]]
+    assert_close_to_exact(biased.weights, torch.tensor([[25.0, 1.0]]).double().sigmoid())
+
+
+def test_no_score_at_all(backend: str) -> None:
+    logits = torch.tensor([[-3.0, 2.5, -INF, 4.0], [-0.0, 0.0, -1.0, NAN]], requires_grad=True)
+    found = gating_topk(logits, 3, score="none", scaling_factor=2.0, backend=backend)
+    assert found.expert_ids.tolist() == [[3, 1, 0], [3, 0, 1]]
+    assert_same_bits(found.weights.detach(), torch.tensor([[8.0, 5.0, -6.0], [NAN, -0.0, 0.0]]))
+    (grad,) = torch.autograd.grad(found.weights, logits, torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    assert grad.tolist() == [[6.0, 4.0, 0.0, 2.0], [10.0, 12.0, 0.0, 8.0]]
+
+
+def test_groups_by_the_sum_of_their_best(backend: str) -> None:
+    """By 1, 2 and 3 of four values another group is the best."""
+    logits = torch.tensor([[9.0, 0, 0, 0, 6.0, 6.0, 0, 0, 5.0, 5.0, 5.0, -9.0]])
+    options: dict[str, Any] = {"score": "none", "num_groups": 3, "topk_groups": 1, "backend": backend}
+    for group_score, best in ((1, 0), ("max", 0), (2, 4), ("top2_sum", 4), (3, 8), (4, 4)):
+        assert gating_topk(logits, 1, group_score=group_score, **options).expert_ids.tolist() == [[best]]
+
+
+def test_many_experts_in_groups_by_the_sum_of_their_best(backend: str) -> None:
+    """Beyond what a tile of the Triton kernel holds: too many experts, too many groups."""
+    for experts, groups in ((2112, 4), (72, 18)):
+        logits = random_logits(3, experts).round(decimals=1)
+        options: dict[str, Any] = {"num_groups": groups, "topk_groups": 2, "group_score": 3}
+        found = gating_topk(logits, 4, score="none", backend=backend, **options)
+        assert_same_bits(found.expert_ids, by_hand(logits, 4, **options))
+
+
+def test_one_expert_renormalised_has_the_constant_weight_1(backend: str) -> None:
+    logits = torch.tensor([[1.0, -2.0]], requires_grad=True)
+    found = gating_topk(logits, 1, score="sigmoid", backend=backend)
+    assert found.weights.tolist() == [[1.0]]
+    assert torch.autograd.grad(found.weights.sum(), logits)[0].tolist() == [[0.0, 0.0]]
+    other = gating_topk(logits, 1, score="sigmoid", renormalize=False, backend=backend)
+    assert_close_to_exact(other.weights, torch.tensor([[1.0]]).double().sigmoid())
+
+
+def test_a_sum_of_nothing_without_eps_is_nan(backend: str) -> None:
+    logits = torch.full((1, 3), -200.0)  # whose sigmoid is 0
+    assert gating_topk(logits, 2, score="sigmoid", backend=backend).weights.tolist() == [[0.0, 0.0]]
+    weights = gating_topk(logits, 2, score="sigmoid", eps=0.0, backend=backend).weights
+    assert_same_bits(weights, torch.full((1, 2), NAN))
+
+
+def test_a_bias_asks_for_no_gradient(backend: str) -> None:
+    bias = torch.zeros(4, requires_grad=True)
+    found = gating_topk(torch.ones(2, 4), 2, score="sigmoid", bias=bias, backend=backend)
+    assert not found.weights.requires_grad
+    assert not found.scores.requires_grad
 
 
 # ---------------------------------------------------------------------------- replay

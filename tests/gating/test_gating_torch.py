@@ -42,7 +42,7 @@ def test_gradcheck(score: str, renormalize: bool) -> None:
         return gating_topk_backward(s, g, ids, grad_scores=d, eps=1e-3, **options)
 
     assert gradcheck(backward, (scores, *grads), check_forward_ad=True)
-    assert gradgradcheck(backward, (scores, *grads), fast_mode=True)
+    assert gradgradcheck(backward, (scores, *grads), fast_mode=score != "none")  # which lacks a gradient of s to check
 
 
 def test_second_derivatives_at_the_limits() -> None:
@@ -132,7 +132,7 @@ def test_opcheck(score: str) -> None:
     forward, backward = torch.ops.moeroute.gating_topk.default, torch.ops.moeroute.gating_topk_backward.default
     for given_ids in (None, ids):
         torch.library.opcheck(
-            forward, (logits, bias, given_ids, 2, score, 2, 1, "max", True, 2.0, 1e-20, torch.bfloat16, None)
+            forward, (logits, bias, given_ids, 2, score, 2, 1, 1, True, 2.0, 1e-20, torch.bfloat16, None)
         )
     scores, grad = random_logits(3, 8).sigmoid().requires_grad_(), random_logits(3, 2).requires_grad_()
     for extra in (None, random_logits(3, 8).requires_grad_()):

@@ -19,6 +19,7 @@ from moeroute.ops.gating.numba_forward import (
     SIGMOID,
     SOFTMAX,
     SQRTSOFTPLUS,
+    TOPK_SIGMOID,
     TOPK_SOFTMAX,
     ZERO,
     FloatRows,
@@ -26,7 +27,7 @@ from moeroute.ops.gating.numba_forward import (
     Options,
 )
 from moeroute.ops.numba_kit.blocks import load, splat, store, store_tail, zeros
-from moeroute.ops.numba_kit.elementary import exp, sigmoid_slope, sqrtsoftplus_slope
+from moeroute.ops.numba_kit.elementary import exp, sigmoid, sigmoid_slope, sqrtsoftplus_slope
 from moeroute.ops.numba_kit.helpers import helper
 from moeroute.ops.numba_kit.lanes import TILE, choose, ints, lane_bits, load_ints, store_ints, store_zeros, transpose
 from moeroute.ops.numba_kit.launch import element_ptr, kernel
@@ -120,6 +121,9 @@ def score_gradients(grads, chosen, ids, k, options):
     end, score = k * LANES, options.score
     if score == TOPK_SOFTMAX:
         softmax_over_blocks(chosen, ids, end)
+    elif score == TOPK_SIGMOID:
+        for i in range(0, end, LANES):
+            store(chosen, i, sigmoid(load(chosen, i)))
     for i in range(0, end, LANES):
         store(grads, i, load(grads, i) * splat(options.scaling))
     if options.renormalize:
@@ -138,6 +142,9 @@ def score_gradients(grads, chosen, ids, k, options):
     if score == TOPK_SOFTMAX:
         for i in range(0, end, LANES):
             store(grads, i, load(chosen, i) * (load(grads, i) - gamma))
+    elif score == TOPK_SIGMOID:
+        for i in range(0, end, LANES):
+            store(grads, i, sigmoid_slope(load(chosen, i)) * load(grads, i))
     return gamma
 
 

@@ -32,7 +32,7 @@ from moeroute.ops.numba_kit.launch import kernel
 from moeroute.ops.numba_kit.pointers import LANES, advance, float32_ptr, int32_ptr, is_null, pointer_to, retyped
 from moeroute.ops.numba_kit.row_sums import put, some
 
-SOFTMAX, SIGMOID, SQRTSOFTPLUS, TOPK_SOFTMAX = range(4)
+SOFTMAX, SIGMOID, SQRTSOFTPLUS, TOPK_SOFTMAX, TOPK_SIGMOID, NONE = range(6)
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT32, BFLOAT16, FLOAT16 = range(3)
 
@@ -55,7 +55,7 @@ class Options(NamedTuple):
     score: int64
     num_groups: int64
     topk_groups: int64
-    top2: int64
+    group_best: int64
     renormalize: int64
     scaling: float32
     eps: float32
@@ -179,12 +179,15 @@ def softmax_over_slots(chosen, ids, k, num_experts):
 
 @helper
 def gather_chosen(chosen, scores, ids, score, k, num_experts):
-    """What is renormalised and scaled: the chosen scores, or the softmax over the chosen logits."""
+    """What is renormalised and scaled: the chosen scores, or the softmax or the sigmoid of the chosen logits."""
     for p in range(k):
         e = ids[p]
         chosen[p] = scores[e] if 0 <= e < num_experts else -INFINITY
     if score == TOPK_SOFTMAX:
         softmax_over_slots(chosen, ids, k, num_experts)
+    elif score == TOPK_SIGMOID:
+        for j in range(0, k, LANES):
+            store(chosen, j, sigmoid(load(chosen, j)))
 
 
 # ---------------------------------------------------------------------------- selection
@@ -235,20 +238,43 @@ def select(chosen, k, keys, block_best, count):
 
 
 @helper
+def pair_key(keys, start, size, both):
+    """The key of the largest of the values from `start` on, or of the sum of both largest."""
+    first, second = LOWEST, LOWEST
+    for j in range(0, size, LANES):
+        members = choose(lanes_below(size - j), load_ints(keys, start + j), ints(LOWEST))
+        a, b = two_largest(members)
+        second = max(min(first, a), max(second, b))
+        first = max(first, a)
+    if both:
+        return order_key(value_of_key(first) + value_of_key(second))
+    return first
+
+
+@helper
+def sum_key(keys, start, size, best, spare, block_best):
+    """The key of the sum of the `best` largest of the values from `start` on, the largest first."""
+    members = advance(spare, size + LANES)
+    for j in range(0, size, LANES):
+        store_ints(members, j, choose(lanes_below(size - j), load_ints(keys, start + j), ints(LOWEST)))
+    select(spare, best, members, block_best, size)
+    total = value_of_key(keys[start + spare[0]])
+    for p in range(1, best):
+        total = total + value_of_key(keys[start + spare[p]])
+    return order_key(total)
+
+
+@helper
 def mask_groups(keys, group_keys, kept, block_best, num_experts, options):
     """-inf for every expert outside the best groups."""
     num_groups = options.num_groups
-    size = num_experts // num_groups
+    size, best = num_experts // num_groups, options.group_best
+    spare = advance(kept, num_groups + LANES)
     for g in range(num_groups):
-        first, second = LOWEST, LOWEST
-        for j in range(0, size, LANES):
-            members = choose(lanes_below(size - j), load_ints(keys, g * size + j), ints(LOWEST))
-            a, b = two_largest(members)
-            second = max(min(first, a), max(second, b))
-            first = max(first, a)
-        if options.top2:
-            first = order_key(value_of_key(first) + value_of_key(second))
-        group_keys[g] = first
+        if best > 2:
+            group_keys[g] = sum_key(keys, g * size, size, best, spare, block_best)
+        else:
+            group_keys[g] = pair_key(keys, g * size, size, best == 2)
     for g in range(num_groups, num_groups + LANES):
         group_keys[g] = LOWEST
     select(kept, options.topk_groups, group_keys, block_best, num_groups)
@@ -292,7 +318,9 @@ def gating_forward(
     hi: int64,
 ):
     row_size, group_size = num_experts + LANES, options.num_groups + LANES
-    work = np.empty(2 * row_size + k + 2 * LANES + num_experts // LANES + 2 * group_size, np.float32)
+    members_size = num_experts // options.num_groups + LANES
+    size = 2 * row_size + k + 2 * LANES + num_experts // LANES + 2 * group_size + 2 * members_size
+    work = np.empty(size, np.float32)
     row = pointer_to(work)
     chosen = advance(row, row_size)
     keys = retyped(advance(chosen, k + LANES), "int32")

@@ -8,9 +8,11 @@ from moeroute.ops.gating.numba_backward import gating_backward
 from moeroute.ops.gating.numba_forward import (
     FLOAT32,
     FLOATS,
+    NONE,
     SIGMOID,
     SOFTMAX,
     SQRTSOFTPLUS,
+    TOPK_SIGMOID,
     TOPK_SOFTMAX,
     FloatRows,
     IdRows,
@@ -20,7 +22,10 @@ from moeroute.ops.gating.numba_forward import (
 
 SMALL = memory.SMALLEST // 8  # elements that the pool does not care for, whatever their dtype
 CPU = torch.device("cpu")
-SCORES = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "sqrtsoftplus": SQRTSOFTPLUS, "topk_softmax": TOPK_SOFTMAX}
+SCORES = {
+    "softmax": SOFTMAX, "sigmoid": SIGMOID, "sqrtsoftplus": SQRTSOFTPLUS, "topk_softmax": TOPK_SOFTMAX,
+    "topk_sigmoid": TOPK_SIGMOID, "none": NONE,
+}  # fmt: skip
 empty = torch.empty
 
 # What one expert of one row costs, in the bytes of `launch.SERIAL_WORK`: 1.6 ns and 0.1 ns measured.
@@ -61,7 +66,7 @@ def gating_topk(
     score: str,
     num_groups: int,
     topk_groups: int,
-    group_score: str,
+    group_best: int,
     renormalize: bool,
     scaling_factor: float,
     eps: float,
@@ -92,9 +97,7 @@ def gating_topk(
         given_ids=_id_rows(expert_ids),
         num_experts=num_experts,
         k=k,
-        options=Options(
-            SCORES[score], num_groups, topk_groups, group_score == "top2_sum", renormalize, scaling_factor, eps
-        ),
+        options=Options(SCORES[score], num_groups, topk_groups, group_best, renormalize, scaling_factor, eps),
     )
     return weights, ids, scores
 
@@ -130,6 +133,6 @@ def gating_topk_backward(
         grad_scores=_float_rows(grad_scores),
         num_experts=num_experts,
         k=k,
-        options=Options(SCORES[score], 1, 1, False, renormalize, scaling_factor, eps),
+        options=Options(SCORES[score], 1, 1, 1, renormalize, scaling_factor, eps),
     )
     return out

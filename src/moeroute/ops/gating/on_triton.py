@@ -20,7 +20,7 @@ from moeroute.ops.triton_kit import (
     tile_rows,
 )
 
-SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "topk_softmax": 3}
+SCORES = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2, "topk_softmax": 3, "topk_sigmoid": 4, "none": 5}
 
 # Rows of a tile and its warps by the padded length of a row. Up to 256 elements a row stays inside a warp,
 # where a maximum takes no barrier; a thread holds 8 elements (16 for 512), or 16 bytes of a bfloat16 load,
@@ -72,7 +72,7 @@ def gating_topk(
     score: str,
     num_groups: int,
     topk_groups: int,
-    group_score: str,
+    group_best: int,
     renormalize: bool,
     scaling_factor: float,
     eps: float,
@@ -124,7 +124,7 @@ def gating_topk(
             eps=eps,
             SCORE=SCORES[score],
             GROUPS=groups,
-            TOP2=group_score == "top2_sum",
+            GROUP_BEST=group_best,
             SLOTS=_slots(k),
             **tile,
         )
@@ -158,7 +158,7 @@ def gating_topk(
                 num_experts=num_experts,
                 scores_stride=scores.stride(0),
                 group_size=group_size,
-                TOP2=group_score == "top2_sum",
+                GROUP_BEST=group_best,
                 **tile,
             )
             _select(best_groups, group_values, None, None, None, 1)

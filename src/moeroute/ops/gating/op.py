@@ -14,11 +14,13 @@ from moeroute import check, dispatch
 from moeroute.dtypes import FLOATS, INTEGERS
 from moeroute.ops.register import register
 
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax")
 BEST = "max"
-GROUP_SCORES = (BEST, "top2_sum")
+GROUP_SCORES = {BEST: 1, "top2_sum": 2}  # how many of a group's best values are added up
 STRIDED = check.STRIDED
-RENORMALIZED = {"softmax": False, "sigmoid": True, "sqrtsoftplus": True, "topk_softmax": False}
+RENORMALIZED = {
+    "softmax": False, "sigmoid": True, "sqrtsoftplus": True, "topk_softmax": False, "topk_sigmoid": False, "none": False
+}  # fmt: skip
+SCORES = tuple(RENORMALIZED)
 FLOAT32_MAX = check.LARGEST_FLOAT32
 
 
@@ -48,7 +50,7 @@ def gating_topk(
     bias: Tensor | None = None,
     num_groups: int = 1,
     topk_groups: int | None = None,
-    group_score: str = "max",
+    group_score: str | int = "max",
     renormalize: bool | None = None,
     scaling_factor: float = 1.0,
     eps: float = 1e-20,
@@ -62,16 +64,23 @@ def gating_topk(
     logits: [T, E], float16, bfloat16, float32 (all computed in float32) or float64 (reference backend).
     Returns `Gating`: weights [T, k], expert_ids int32 [T, k] best first, scores [T, E].
 
-    score: how logits become scores s. "softmax"; "sigmoid"; "sqrtsoftplus", the square root of
-        log(1 + exp(x)); "topk_softmax": the logits themselves, and the weights are the softmax over the
-        chosen ones. The last is not "softmax" renormalised: logits [0, -200, -150] with k = 2 choose {0, 2}.
+    score: how logits become scores s. "softmax"; "sigmoid"; "sqrtsoftplus", the square root of log(1 + exp(x)).
+        For the others the scores are the logits themselves, and the weights are the softmax over the chosen ones
+        ("topk_softmax"), the sigmoid of each of them ("topk_sigmoid": Llama 4), or they themselves ("none"). To
+        select on the logits differs where scores tie: logits [0, -200, -150] with k = 2 choose {0, 2} by
+        "topk_softmax", and logits [20, 25, 30, 1] choose [2, 1] by "topk_sigmoid"; by "softmax" and "sigmoid"
+        these are equal scores, and the smaller id wins.
     bias: [E], any of the four dtypes; added to the scores for the selection only, in float32 (float64 with
-        float64 logits); gets no gradient.
+        float64 logits); gets no gradient, and its `requires_grad` never makes that of a result.
     num_groups, topk_groups: the experts form num_groups equal groups of neighbours; only topk_groups of them
-        (None: all) stay in, by their best value ("max") or the sum of their two best ("top2_sum",
-        `group_score`). The others count as -inf.
+        (None: all) stay in. The others count as -inf.
+    group_score: what a group is worth: its best value ("max" or 1), the sum of its two best ("top2_sum" or 2),
+        or the sum of its n best for an int n, at most the size of a group; Megatron-Core's
+        ``num_groups, group_topk`` is ``n = k // topk_groups``.
     renormalize: divide the weights by (their sum + eps). None: True for sigmoid and sqrtsoftplus, False for
-        softmax and topk_softmax. Then the weights are multiplied by `scaling_factor`, either way.
+        the others. Then the weights are multiplied by `scaling_factor`, either way. With k = 1 a renormalised
+        weight is the constant 1, whatever the logits (Megatron-Core's is ``renormalize=k > 1``); with eps = 0
+        the weights of a token whose sum is 0 are NaN.
     expert_ids: [T, k], any integer dtype: no selection, these experts are used (router replay), gradients
         still flow. An id outside [0, E) has weight 0, is left out of sums and comes back as -1; repeats are
         slots like any others, and k may exceed E.
@@ -105,7 +114,10 @@ def gating_topk(
     renormalize = _check_renormalize(operator, renormalize, score)
     if topk_groups is None:
         topk_groups = num_groups
-    _check_choice(operator, logits, bias, expert_ids, k, num_groups, topk_groups, group_score)
+    group_best = 1 if group_score is BEST else _group_best(operator, group_score)
+    _check_choice(operator, logits, bias, expert_ids, k, num_groups, topk_groups, group_best)
+    if bias is not None and bias.requires_grad:
+        bias = bias.detach()
     scaling_factor = _check_scalar(operator, "scaling_factor", scaling_factor, logits.dtype)
     eps = _check_scalar(operator, "eps", eps, logits.dtype)
     if weights_dtype is None:
@@ -128,7 +140,7 @@ def gating_topk(
         expert_ids = None if expert_ids is None else expert_ids.resolve_neg()
     if out is not None or dispatch.plain(logits, bias, expert_ids):
         found = _module(operator, backend, logits).gating_topk(
-            logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
+            logits, bias, expert_ids, k, score, num_groups, topk_groups, group_best, renormalize, scaling_factor, eps,
             weights_dtype, out=out,
         )  # fmt: skip
         if out is not None:
@@ -136,7 +148,7 @@ def gating_topk(
                 increment_version(written)  # by address, of which autograd knows nothing
     else:
         found = _gating_topk(
-            logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
+            logits, bias, expert_ids, k, score, num_groups, topk_groups, group_best, renormalize, scaling_factor, eps,
             weights_dtype, backend,
         )  # fmt: skip
     return _as_gating(found)
@@ -251,18 +263,27 @@ def _check_bias(operator: str, bias: Any, num_experts: int, logits: Tensor) -> N
         check.same_device(operator, "logits", logits, "bias", bias)
 
 
-def _check_groups(operator: str, num_experts: int, num_groups: int, topk_groups: int, group_score: str) -> None:
+def _group_best(operator: str, group_score: Any) -> int:
+    """How many of a group's best values are added up; whether it has as many is seen later."""
+    if isinstance(group_score, int) and not isinstance(group_score, bool):
+        return check.integer(operator, "group_score", group_score, 1)
+    check.one_of(operator, "group_score", group_score, tuple(GROUP_SCORES))
+    return GROUP_SCORES[group_score]
+
+
+def _check_groups(operator: str, num_experts: int, num_groups: int, topk_groups: int, group_best: int) -> None:
     if type(num_groups) is not int or num_groups < 1 or num_groups > num_experts:
         check.integer(operator, "num_groups", num_groups, 1, num_experts)
     if num_experts % num_groups != 0:
         raise check.wrong_value(operator, "num_groups", f"a divisor of E = {num_experts}", num_groups)
     if type(topk_groups) is not int or topk_groups < 1 or topk_groups > num_groups:
         check.integer(operator, "topk_groups", topk_groups, 1, num_groups)
-    if group_score is not BEST:
-        check.one_of(operator, "group_score", group_score, GROUP_SCORES)
-    if group_score == "top2_sum" and num_experts // num_groups < 2:
+    size = num_experts // num_groups
+    if group_best == 2 and size < 2:
         wanted = "'max' where groups have one expert"
         raise check.wrong_value(operator, "group_score", wanted, f"'top2_sum' with num_groups = {num_groups}")
+    if not 1 <= group_best <= size:
+        check.integer(operator, "group_score", group_best, 1, size)
 
 
 def _check_choice(
@@ -273,10 +294,10 @@ def _check_choice(
     k: Any,
     num_groups: Any,
     topk_groups: Any,
-    group_score: Any,
+    group_best: Any,
 ) -> None:
     tokens, num_experts = logits.shape
-    _check_groups(operator, num_experts, num_groups, topk_groups, group_score)
+    _check_groups(operator, num_experts, num_groups, topk_groups, group_best)
     if expert_ids is None:
         most = num_experts // num_groups * topk_groups
         if type(k) is not int or k < 1 or k > most:
@@ -447,7 +468,7 @@ def _gating_topk_operator(
     score: str,
     num_groups: int,
     topk_groups: int,
-    group_score: str,
+    group_best: int,
     renormalize: bool,
     scaling_factor: float,
     eps: float,
@@ -457,12 +478,12 @@ def _gating_topk_operator(
     operator = "gating_topk"
     _check_matrix(operator, "logits", logits, "[T, E]")
     check.one_of(operator, "score", score, SCORES)
-    _check_choice(operator, logits, bias, expert_ids, k, num_groups, topk_groups, group_score)
+    _check_choice(operator, logits, bias, expert_ids, k, num_groups, topk_groups, group_best)
     check.float_dtype(operator, "weights_dtype", weights_dtype, _result_dtypes(logits))
     _check_scalar(operator, "scaling_factor", scaling_factor, logits.dtype)
     _check_scalar(operator, "eps", eps, logits.dtype)
     found: tuple[Tensor, Tensor, Tensor] = _module(operator, backend, logits).gating_topk(
-        logits, bias, expert_ids, k, score, num_groups, topk_groups, group_score, renormalize, scaling_factor, eps,
+        logits, bias, expert_ids, k, score, num_groups, topk_groups, group_best, renormalize, scaling_factor, eps,
         weights_dtype,
     )  # fmt: skip
     return found
@@ -498,7 +519,7 @@ def _scores_dtype(logits: Tensor) -> torch.dtype:
 
 _gating_topk = register(
     "gating_topk(Tensor logits, Tensor? bias, Tensor? expert_ids, SymInt k, str score, SymInt num_groups, "
-    "SymInt topk_groups, str group_score, bool renormalize, float scaling_factor, float eps, "
+    "SymInt topk_groups, SymInt group_best, bool renormalize, float scaling_factor, float eps, "
     "ScalarType weights_dtype, str? backend) -> (Tensor, Tensor, Tensor)",
     _gating_topk_operator,
     lambda logits, bias, expert_ids, k, *rest: (

@@ -88,7 +88,7 @@ def scores_of_logits(x: Tensor, score: str) -> Tensor:
         return 1.0 / (1.0 + exp(-x))
     if score == "sqrtsoftplus":
         return square_root(torch.where(x > 0, x, 0.0) + log1p(exp(-x.abs())))
-    return x.clone()  # topk_softmax
+    return x.clone()  # topk_softmax, topk_sigmoid, none: the logits themselves
 
 
 def sqrtsoftplus_slope(s: Tensor) -> Tensor:
@@ -118,7 +118,9 @@ def softmax_over_slots(x: Tensor, valid: Tensor) -> Tensor:
 def weights_before_scaling(scores: Tensor, columns: Tensor, valid: Tensor, score: str) -> Tensor:
     """[T, K]: what is renormalised and scaled; anything at a slot without an expert."""
     chosen = scores.gather(1, columns)
-    return softmax_over_slots(chosen, valid) if score == "topk_softmax" else chosen
+    if score == "topk_softmax":
+        return softmax_over_slots(chosen, valid)
+    return scores_of_logits(chosen, "sigmoid") if score == "topk_sigmoid" else chosen
 
 
 def columns_of(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -144,13 +146,15 @@ def descending(key: Tensor) -> Tensor:
     return torch.sort(key, dim=1, descending=True, stable=True).indices
 
 
-def select_experts(value: Tensor, k: int, num_groups: int, topk_groups: int, group_score: str) -> Tensor:
+def select_experts(value: Tensor, k: int, num_groups: int, topk_groups: int, group_best: int) -> Tensor:
     """[T, K] int64: the chosen experts, best first."""
     tokens, num_experts = value.shape
     if topk_groups < num_groups:
         members = value.reshape(tokens * num_groups, num_experts // num_groups)
-        best = members.gather(1, descending(order_key(members))[:, :2])
-        group_value = best[:, 0] + best[:, 1] if group_score == "top2_sum" else best[:, 0]
+        best = members.gather(1, descending(order_key(members))[:, :group_best])
+        group_value = best[:, 0]
+        for place in range(1, group_best):
+            group_value = group_value + best[:, place]
         ranked = descending(order_key(group_value.reshape(tokens, num_groups)))
         kept = torch.zeros(tokens, num_groups, dtype=torch.bool, device=value.device)
         kept = kept.scatter(1, ranked[:, :topk_groups], True)
@@ -169,7 +173,7 @@ def gating_topk(
     score: str,
     num_groups: int,
     topk_groups: int,
-    group_score: str,
+    group_best: int,
     renormalize: bool,
     scaling_factor: float,
     eps: float,
@@ -181,7 +185,7 @@ def gating_topk(
     scores = scores_of_logits(x, score)
     if expert_ids is None:
         value = scores if bias is None else scores + bias.to(x.dtype)
-        expert_ids = select_experts(value, k, num_groups, topk_groups, group_score)
+        expert_ids = select_experts(value, k, num_groups, topk_groups, group_best)
     columns, valid = columns_of(expert_ids, logits.shape[1])
     weights = weights_before_scaling(scores, columns, valid, score)
     if renormalize:
@@ -217,6 +221,8 @@ def gating_topk_backward(
         grad = (grad - beta) / denominator
     if score == "topk_softmax":
         grad = weights * (grad - sum_over_slots(weights * grad, valid))
+    elif score == "topk_sigmoid":
+        grad = (weights * (1.0 - weights)) * grad
     experts = torch.arange(scores.shape[1], device=scores.device)
     total = torch.zeros_like(scores)
     for p in range(columns.shape[1]):

@@ -17,7 +17,7 @@ from moeroute.ops.triton_kit import (
     widen,
 )
 
-SOFTMAX, SIGMOID, SQRTSOFTPLUS, TOPK_SOFTMAX = map(tl.constexpr, range(4))
+SOFTMAX, SIGMOID, SQRTSOFTPLUS, TOPK_SOFTMAX, TOPK_SIGMOID, NONE = map(tl.constexpr, range(6))
 
 # Keys: int32 in the order of the values.
 LOWEST = tl.constexpr(-(2**31))  # below every value's key: no expert
@@ -140,27 +140,29 @@ def order_key(value):
 
 
 @triton.jit
+def place_of(key, index):
+    """An integer in the order of the keys, equal ones by smaller index first."""
+    return (key.to(tl.int64) << 32) | (index ^ NO_EXPERT).to(tl.int64)
+
+
+@triton.jit
 def value_of_key(key):
     return (key ^ ((key >> 31) & MAGNITUDE)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def two_largest(key):
-    """The largest keys along the last of three axes, which may be equal."""
-    index = tl.arange(0, key.shape[2])[None, None, :]
-    first = tl.max(key, axis=2)
-    where = tl.min(tl.where(key == first[:, :, None], index, NO_EXPERT), axis=2)
-    return first, tl.max(tl.where(index == where[:, :, None], LOWEST, key), axis=2)
-
-
-@triton.jit
-def mask_groups(key, num_groups, topk_groups, TOP2: tl.constexpr):
+def mask_groups(key, num_groups, topk_groups, GROUP_BEST: tl.constexpr):
     """-inf for every expert outside the best groups; key is [rows, groups, members]."""
-    if TOP2:
-        first, second = two_largest(key)
-        best = order_key(value_of_key(first) + value_of_key(second))
-    else:
-        best = tl.max(key, axis=2)
+    best = tl.max(key, axis=2)
+    if GROUP_BEST > 1:
+        index = tl.arange(0, key.shape[2])[None, None, :]
+        left, total = key, value_of_key(best)
+        for _ in range(1, GROUP_BEST):
+            where = tl.min(tl.where(left == best[:, :, None], index, NO_EXPERT), axis=2)
+            left = tl.where(index == where[:, :, None], LOWEST, left)
+            best = tl.max(left, axis=2)
+            total = total + value_of_key(best)
+        best = order_key(total)
     group = tl.arange(0, key.shape[1])
     best = tl.where(group[None, :] < num_groups, best, LOWEST)
     one, other = best[:, :, None], best[:, None, :]
@@ -177,7 +179,7 @@ def mask_groups(key, num_groups, topk_groups, TOP2: tl.constexpr):
 def gating_tile(
     weights, expert_ids, scores, logits, bias, given_ids, tokens, num_experts, k, weights_stride, ids_stride,
     scores_stride, logits_stride, given_stride, group_size, topk_groups, renormalize, scaling, eps,
-    SCORE: tl.constexpr, GROUPS: tl.constexpr, TOP2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SCORE: tl.constexpr, GROUPS: tl.constexpr, GROUP_BEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Everything for ROWS rows; k <= SLOTS. Each of GROUPS groups has its own BLOCK / GROUPS columns."""
@@ -213,7 +215,7 @@ def gating_tile(
         key = tl.where(mask, order_key(value), LOWEST)
         if GROUPS > 1:
             members = tl.reshape(key, (ROWS, GROUPS, BLOCK // GROUPS))
-            members = mask_groups(members, num_experts // group_size, topk_groups, TOP2)
+            members = mask_groups(members, num_experts // group_size, topk_groups, GROUP_BEST)
             key = tl.reshape(members, (ROWS, BLOCK))
         index = tl.where(inside, expert, NO_EXPERT)[None, :]  # `expert` of a group's spare columns is another's
         bits = s.to(tl.int32, bitcast=True)
@@ -239,6 +241,8 @@ def gating_tile(
     if SCORE == TOPK_SOFTMAX:
         w = exp(w - largest(tl.where(valid, w, float("-inf")))[:, None])
         w = tl.math.div_rn(w, add_in_order(none, tl.where(valid, w, 0.0))[:, None])
+    elif SCORE == TOPK_SIGMOID:
+        w = score_of(w, top, total, SIGMOID)
     denominator = none + 1.0
     if renormalize:
         denominator = add_in_order(none, tl.where(valid, w, 0.0)) + eps
@@ -289,26 +293,26 @@ def keys_of_row(values_row, bias, groups_row, last_group, live, at, inside, grou
 @triton.jit(do_not_specialize=VARYING)
 def gating_groups(
     group_values, scores, bias, tokens, num_experts, scores_stride, group_size,
-    TOP2: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP_BEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The value of each group of each row. A row of the tile is a group."""
+    """The value of each group of each row. A row of the tile is a group; each round looks for its best value after
+    the last one."""
     num_groups = num_experts // group_size
     item = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row, group = (item // num_groups)[:, None], (item % num_groups)[:, None]
-    first = tl.full((ROWS,), LOWEST, tl.int32)
-    second = first
-    for start in range(0, group_size, BLOCK):
-        member = start + tl.arange(0, BLOCK)[None, :]
-        at = group * group_size + member
-        inside = (row < tokens) & (member < group_size)
-        key = keys_of_row(scores + row * scores_stride, bias, None, None, row < tokens, at, inside, group_size)
-        a, b = two_largest(tl.reshape(key, (ROWS, 1, BLOCK)))
-        a, b = tl.reshape(a, (ROWS,)), tl.reshape(b, (ROWS,))
-        second = tl.maximum(tl.minimum(first, a), tl.maximum(second, b))
-        first = tl.maximum(first, a)
-    value = value_of_key(first)
-    if TOP2:
-        value = value + value_of_key(second)
+    value = tl.zeros((ROWS,), tl.float32)
+    last = tl.full((ROWS,), HIGHEST_PLACE, tl.int64)
+    for _ in range(GROUP_BEST):
+        best = tl.full((ROWS, BLOCK), LOWEST_PLACE, tl.int64)
+        for start in range(0, group_size, BLOCK):
+            member = start + tl.arange(0, BLOCK)[None, :]
+            at = group * group_size + member
+            inside = (row < tokens) & (member < group_size)
+            key = keys_of_row(scores + row * scores_stride, bias, None, None, row < tokens, at, inside, group_size)
+            place = place_of(key, member)
+            best = tl.where((place > best) & (place < last[:, None]), place, best)
+        last = tl.max(best, axis=1)
+        value = value + value_of_key((last >> 32).to(tl.int32))
     tl.store(group_values + item, value, mask=item // num_groups < tokens)
 
 
@@ -354,7 +358,7 @@ def gating_sort(
     key = keys_of_row(
         values + row * values_stride, bias, groups_row, last_group, live, column, column < count, group_size
     )
-    place = sort_descending((key.to(tl.int64) << 32) | (column ^ NO_EXPERT).to(tl.int64), LOG2)
+    place = sort_descending(place_of(key, column), LOG2)
     index = place.to(tl.int32) ^ NO_EXPERT
     tl.store(chosen + row * chosen_stride + column, index, mask=live & (column < k))
 
@@ -379,7 +383,7 @@ def gating_search(
         for start in range(0, count, BLOCK):
             at = start + column
             key = keys_of_row(values_row, bias, groups_row, last_group, live, at, at < count, group_size)
-            place = (key.to(tl.int64) << 32) | (at ^ NO_EXPERT).to(tl.int64)
+            place = place_of(key, at)
             best = tl.where((place > best) & (place < last[:, None]), place, best)
         last = tl.max(best, axis=1)
         index = last[:, None].to(tl.int32) ^ NO_EXPERT
@@ -418,9 +422,11 @@ def softmax_over_slots(scores_row, ids_row, live, num_experts, k, ROWS: tl.const
 
 @triton.jit
 def weight_of(s, top, total, SCORE: tl.constexpr):
-    """What is renormalised and scaled: the score, or the softmax over the chosen logits."""
+    """What is renormalised and scaled: the score, or the softmax or the sigmoid of the chosen logits."""
     if SCORE == TOPK_SOFTMAX:
         return tl.math.div_rn(exp(s - top), total)
+    elif SCORE == TOPK_SIGMOID:
+        return score_of(s, top, total, SIGMOID)
     else:
         return s
 
@@ -529,6 +535,9 @@ def gating_backward(
             g = tl.math.div_rn(g - beta, denominator)
             if SCORE == TOPK_SOFTMAX:
                 g = weight_of(s, top, total, SCORE) * (g - slots_gamma)
+            elif SCORE == TOPK_SIGMOID:
+                w = weight_of(s, top, total, SCORE)
+                g = (w * (1.0 - w)) * g
             g = tl.where(valid, g, 0.0)
             for p in range(tl.minimum(k - start, SLOTS)):
                 here = at == tl.sum(tl.where(slots == p, e, 0), axis=1)[:, None]

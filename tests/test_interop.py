@@ -6,14 +6,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import moeroute
-from moeroute.interop import huggingface
+from moeroute.interop import huggingface, megatron
 
 PACKAGE = Path(moeroute.__file__).parent / "interop"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # torch functions that compute nothing on elements, and the questions that are asked of torch.
-HARMLESS = {"autocast", "amp.is_autocast_available", "is_autocast_enabled", "get_autocast_dtype"}
+HARMLESS = {
+    "distributed.all_reduce",
+    "autocast",
+    "amp.is_autocast_available",
+    "is_autocast_enabled",
+    "get_autocast_dtype",
+}
 
 
 def test_a_host_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,8 +29,22 @@ def test_a_host_that_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
         huggingface.register()
 
 
+@pytest.mark.parametrize("absent", ["megatron", "megatron.core"])
+def test_megatron_is_absent(monkeypatch: pytest.MonkeyPatch, absent: str) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, absent, None)
+    megatron._installed_generation.cache_clear()
+    tokens, routing_map = torch.ones(1, 2), torch.ones(1, 2).bool()
+    wanted = r"megatron.core.transformer.moe.moe_utils must be 0\.16\.x, or its main branch of 2026 \(permute with align_size\); got none that is installed$"
+    for call in (lambda: megatron.permute(tokens, routing_map), megatron.patch):
+        with pytest.raises(ImportError, match=wanted):
+            call()
+    assert len(megatron.permute(tokens, routing_map, generation="0.16")) == 3  # which asks for no host
+
+
 def test_no_host_is_imported_before_it_is_needed() -> None:
-    code = "import sys, moeroute.interop.huggingface; print(*sorted(sys.modules))"
+    code = "import sys, moeroute.interop.huggingface, moeroute.interop.megatron; print(*sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "moeroute.interop.hosts" in done.stdout.split()
     assert not {"transformers", "megatron", "transformer_engine"} & set(done.stdout.split())
@@ -45,7 +66,12 @@ def arithmetic_of(tree: ast.AST) -> list[str]:
     return found
 
 
-NUMBERS = {"1 / gate.top_k"}  # of Python's
+# Of Python's, and a scalar loss times its coefficient.
+NUMBERS = {
+    "1 / gate.top_k",
+    "int(num_out_tokens) // routing_map.shape[1]",
+    "router_z_loss(logits, padding_mask=padding_mask) * z_loss_coeff",
+}
 METHODS = {
     "add", "add_", "mul", "mul_", "div", "sub", "sum", "mean", "matmul", "mm", "bmm", "pow", "exp", "softmax", "sigmoid",
     "masked_fill", "masked_fill_", "index_select", "gather", "scatter", "scatter_add", "index_add_", "topk", "sort",

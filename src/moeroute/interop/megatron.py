@@ -1,0 +1,271 @@
+"""Megatron-Core: the functions of `megatron.core.transformer.moe.moe_utils` by the routing of this package.
+
+    with moeroute.interop.megatron.patch():    # or patch() alone, for the rest of the process
+        ...                                    # Megatron's router and dispatchers call the functions below
+
+Names, arguments and results are the host's; on any device, and `fused=True` computes the same. Two generations of
+the host are known: "0.16" (`permute` returns three values) and "2026" (its main branch of that year: five values).
+Functions that differ take `generation`; the default is that of the installed host.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moeroute import check
+from moeroute.interop import hosts
+from moeroute.memory import set_memory_pool
+from moeroute.ops.balance import router_z_loss, update_expert_bias
+from moeroute.ops.indices.op import plan_from_token_ids
+from moeroute.ops.maps.op import plan_from_routing_map
+from moeroute.ops.planning.op import capacity_from_factor
+from moeroute.permutation import permute as permute_rows
+from moeroute.permutation import permute_weights
+from moeroute.permutation import unpermute as unpermute_rows
+from moeroute.plan import RoutingPlan
+
+GENERATIONS = ("0.16", "2026")
+SUPPORTED = "0.16.x, or its main branch of 2026 (permute with align_size)"
+HOST = "megatron.core.transformer.moe.moe_utils"
+_MAPS = (torch.bool, torch.int8, torch.uint8)
+
+
+# ---------------------------------------------------------------------------- rows
+
+
+def permute(
+    tokens: Tensor,
+    routing_map: Tensor,
+    probs: Tensor | None = None,
+    num_out_tokens: int | Tensor | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+    tokens_per_expert: Tensor | None = None,
+    align_size: int = 0,
+    *,
+    generation: str | None = None,
+) -> tuple[Tensor | None, ...]:
+    """Token copies grouped by expert, inside an expert by token.
+
+    Args:
+        tokens: [T, H], of any dtype.
+        routing_map: [T, E], true where a token goes to an expert.
+        probs: [T, E], of any float dtype.
+        num_out_tokens: with `drop_and_pad` E times the capacity. Else "0.16" ignores it, and in "2026" it is the
+            number of rows: known without reading the map.
+        fused: the same result.
+        drop_and_pad: every expert gets exactly its capacity: its first true tokens, then its first false ones, then,
+            where the capacity is above T, padding rows (zero, token id -1).
+        tokens_per_expert: "2026" only; handed back where there is no padding. The counts come from the map.
+        align_size: "2026" only; not supported yet above 1.
+        generation: "0.16" or "2026"; None is that of the installed host.
+
+    Returns:
+        (rows [R, H], their probs [R] or None, sorted_indices int64 [R], the token of each row) and in "2026" two more:
+        None and `tokens_per_expert`.
+    """
+    generation = _generation("permute", generation)
+    if align_size > 1:
+        raise check.missing("interop.megatron.permute", "align_size", "padding inside the experts' rows")
+    plan = _plan(routing_map, num_out_tokens, drop_and_pad, generation)
+    rows = permute_rows(tokens, plan)
+    row_probs = None if probs is None else permute_weights(probs, plan)
+    found = (rows, row_probs, plan.token_of_row.to(torch.int64))
+    return found if generation == "0.16" else (*found, None, tokens_per_expert)
+
+
+def unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    restore_shape: torch.Size | tuple[int, ...],
+    probs: Tensor | None = None,
+    routing_map: Tensor | None = None,
+    fused: bool = False,
+    drop_and_pad: bool = False,
+    pad_offsets: Tensor | None = None,
+) -> Tensor:
+    """Bring the rows back to their tokens and add up each token's, weighted by `probs` where they are given.
+
+    Args:
+        permuted_tokens: [R, H] float, in the order of `permute`.
+        sorted_indices: [R], as `permute` returned it.
+        restore_shape: (T, H).
+        probs: [T, E], any float dtype; then `routing_map` [T, E] too.
+        fused: the same result.
+        drop_and_pad: as in `permute`.
+        pad_offsets: "2026" only; not supported yet.
+
+    Returns:
+        [T, H] in the dtype of `permuted_tokens`: the sum is in float32 (float64 where either is), rounded once.
+    """
+    if pad_offsets is not None:
+        raise check.missing("interop.megatron.unpermute", "pad_offsets", "padding inside the experts' rows")
+    num_tokens = restore_shape[0]
+    if probs is None:
+        return unpermute_rows(permuted_tokens, plan_from_token_ids(sorted_indices, num_tokens))
+    if routing_map is None:
+        raise check.wrong_value("interop.megatron.unpermute", "routing_map", "given with probs", None)
+    if drop_and_pad:
+        plan = plan_from_token_ids(sorted_indices, num_tokens, num_experts=routing_map.shape[1])
+    else:
+        plan = plan_from_routing_map(_as_map(routing_map))
+    return _weighted_sum(permuted_tokens, plan, probs)
+
+
+def _weighted_sum(rows: Tensor, plan: RoutingPlan, probs: Tensor) -> Tensor:
+    """In float64 where either is, as the host promotes."""
+    if (rows.dtype is torch.float64) == (probs.dtype is torch.float64):
+        return unpermute_rows(rows, plan, probs)
+    return unpermute_rows(rows.to(torch.float64), plan, probs.to(torch.float64)).to(rows.dtype)
+
+
+def _plan(routing_map: Tensor, num_out_tokens: int | Tensor | None, drop_and_pad: bool, generation: str) -> RoutingPlan:
+    routing_map = _as_map(routing_map)
+    if drop_and_pad and num_out_tokens is not None:
+        return plan_from_routing_map(routing_map, fill=True, capacity=int(num_out_tokens) // routing_map.shape[1])
+    if generation == "0.16":
+        return plan_from_routing_map(routing_map)
+    if num_out_tokens is None:
+        raise check.wrong_value("interop.megatron.permute", "num_out_tokens", "given", None)
+    return plan_from_routing_map(routing_map, num_rows=int(num_out_tokens))
+
+
+def _as_map(routing_map: Tensor) -> Tensor:
+    return routing_map if routing_map.dtype in _MAPS else routing_map.to(torch.bool)
+
+
+# ---------------------------------------------------------------------------- balance
+
+
+def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
+    """ceil(num_tokens / num_experts * capacity_factor), at least `min_capacity`.
+
+    Exact, where the host rounds floats on the way: 13440 tokens, 16 experts and 1.1 are 924 here and 925 there.
+    """
+    return capacity_from_factor(num_tokens, 1, num_experts, capacity_factor, minimum=min_capacity or 0)
+
+
+def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
+    """The mean of logsumexp(logits)^2 over the tokens that are not padding, times the coefficient.
+
+    Args:
+        logits: [T, E].
+        z_loss_coeff: the coefficient.
+        padding_mask: [T] bool, True is padding.
+
+    Returns:
+        A scalar in the dtype of the logits, as the host; with a mask at least float32. 0 where there are no tokens.
+    """
+    loss = router_z_loss(logits, padding_mask=padding_mask) * z_loss_coeff
+    return loss if padding_mask is not None else loss.to(logits.dtype)
+
+
+def get_updated_expert_bias(
+    tokens_per_expert: Tensor, expert_bias: Tensor, expert_bias_update_rate: float, tp_dp_cp_group: Any = None
+) -> Tensor:
+    """The bias after one step: plus the rate for experts below the mean count, minus it for those above.
+
+    Args:
+        tokens_per_expert: [..., E] counts of this rank, also as floats. The counts of the group are added up in
+            place, as the host does it.
+        expert_bias: the same shape, float32 or float64.
+        expert_bias_update_rate: the step.
+        tp_dp_cp_group: the ranks; None is the host's tensor, data and context parallel group.
+
+    Returns:
+        The new bias. The comparison with the mean is exact.
+    """
+    if tp_dp_cp_group is None:
+        state = hosts.load("interop.megatron.get_updated_expert_bias", "megatron.core.parallel_state", SUPPORTED)
+        tp_dp_cp_group = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    torch.distributed.all_reduce(tokens_per_expert, group=tp_dp_cp_group)
+    return update_expert_bias(expert_bias, tokens_per_expert.to(torch.int64), rate=expert_bias_update_rate)
+
+
+# ---------------------------------------------------------------------------- the host
+
+NAMES = ("permute", "unpermute", "get_capacity", "z_loss_func", "get_updated_expert_bias")
+
+
+class Patch:
+    """Megatron-Core with our functions until `undo()` or the end of a `with` block; what `patch` returns."""
+
+    def __init__(self) -> None:
+        host = hosts.load("interop.megatron.patch", HOST, SUPPORTED)
+        _installed_generation()  # from the host's own signature, while it is there
+        self._replaced = {name: original for name in NAMES if (original := getattr(host, name)) is not ours(name)}
+        self._former = set_memory_pool(False)
+        for name, original in self._replaced.items():
+            _exchange(original, ours(name))
+
+    def undo(self) -> None:
+        """Put the host's functions and the memory pool back. A second call changes nothing."""
+        for name, original in self._replaced.items():
+            _exchange(ours(name), original)
+        self._replaced = {}
+        if self._former:
+            set_memory_pool(**self._former)
+            self._former = {}
+
+    def __enter__(self) -> "Patch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def patch() -> Patch:
+    """Put our functions in the place of the host's, in every loaded module of Megatron that holds them.
+
+    Also switches the memory pool off (`moeroute.set_memory_pool`): the host resizes storages.
+
+    Returns:
+        A context manager that puts everything back; without `with`, a switch with `undo()`.
+
+    Raises:
+        ImportError: where megatron-core is not installed or of an unknown generation.
+    """
+    return Patch()
+
+
+def ours(name: str) -> Callable[..., Any]:
+    """The function of this module that stands in for the host's."""
+    function: Callable[..., Any] = globals()[name]
+    return function
+
+
+def _exchange(old: Any, new: Any) -> None:
+    """In every module of the host: it binds the names by `from ... import`."""
+    for module in _modules():
+        for name, value in list(vars(module).items()):
+            if value is old:
+                setattr(module, name, new)
+
+
+def _modules() -> Iterator[ModuleType]:
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "megatron" and module is not None:
+            yield module
+
+
+def _generation(operator: str, wanted: str | None) -> str:
+    if wanted is None:
+        return _installed_generation()
+    return check.one_of(f"interop.megatron.{operator}", "generation", wanted, GENERATIONS)
+
+
+@functools.cache
+def _installed_generation() -> str:
+    host = hosts.load("interop.megatron", HOST, SUPPORTED)
+    parameters = set(inspect.signature(host.permute).parameters)
+    if not {"tokens", "routing_map", "probs", "num_out_tokens", "drop_and_pad"} <= parameters:
+        raise check.wrong_host("interop.megatron", HOST, SUPPORTED, f"permute({', '.join(sorted(parameters))})")
+    return "2026" if "align_size" in parameters else "0.16"

@@ -1,0 +1,301 @@
+"""The functions of Megatron-Core 0.16.1 by ours, against the host's own on a CPU."""
+
+import inspect
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moeroute
+from hosts.megatron_host import moe_utils as host
+from hosts.megatron_host import parallel_state
+from moeroute.interop import megatron as ours
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def ragged_map(num_tokens: int, num_experts: int = 8, seed: int = 0) -> Tensor:
+    """Tokens with different numbers of experts, none included."""
+    return torch.rand(num_tokens, num_experts, generator=generator(seed)) < 0.3
+
+
+def leaf(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=generator(seed), dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def assert_near(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def exact(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().requires_grad_()
+
+
+def gradients(output: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    weight = torch.randn(output.shape, generator=generator(9), dtype=torch.float64).to(output.dtype)
+    return torch.autograd.grad(output, inputs, weight)
+
+
+# ---------------------------------------------------------------------------- permute and unpermute
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("capacity", [None, 3], ids=["dropless", "drop_and_pad"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 37])
+@pytest.mark.parametrize(("dtype", "probs_dtype"), list(itertools.product(DTYPES, DTYPES)), ids=str)
+def test_permute_and_unpermute(
+    dtype: torch.dtype, probs_dtype: torch.dtype, num_tokens: int, capacity: int | None, fused: bool
+) -> None:
+    """Copies are equal; sums and gradients near the host's in float64, to one rounding of our dtype."""
+    routing_map = ragged_map(num_tokens)
+    if capacity is not None:
+        capacity = min(capacity, num_tokens)  # above T the host raises
+    size = None if capacity is None else capacity * 8
+    options: dict[str, Any] = {"num_out_tokens": size, "drop_and_pad": capacity is not None}
+    tokens, probs = leaf(num_tokens, 5, dtype=dtype), leaf(num_tokens, 8, dtype=probs_dtype, seed=2)
+    expected = host.permute(tokens, routing_map, probs, **options)
+    actual = ours.permute(tokens, routing_map, probs, fused=fused, **options)
+    assert len(actual) == 3
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert mine is not None
+        assert theirs is not None
+        assert mine.dtype == theirs.dtype
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    rows, row_probs, sorted_indices = actual
+    assert rows is not None
+    assert row_probs is not None
+    assert sorted_indices is not None
+    wide = exact(tokens)
+    (theirs,) = gradients(host.permute(wide, routing_map, **options)[0], wide)
+    assert_near(gradients(rows, tokens)[0], theirs.to(dtype), dtype)
+    (theirs,) = gradients(expected[1], probs)
+    assert_near(gradients(row_probs, probs)[0], theirs, probs_dtype)
+
+    for weights, its_map in ((None, None), (probs, routing_map)):
+        mine, wide = leaf(*rows.shape, dtype=dtype, seed=3), exact(leaf(*rows.shape, dtype=dtype, seed=3))
+        kind: dict[str, Any] = {"drop_and_pad": capacity is not None}
+        wide_weights = None if weights is None else exact(weights)
+        theirs = host.unpermute(wide, sorted_indices, tokens.shape, wide_weights, its_map, **kind)
+        output = ours.unpermute(mine, sorted_indices, tokens.shape, weights, its_map, fused=fused, **kind)
+        assert output.shape == tokens.shape
+        assert_near(output, theirs.to(dtype), dtype)
+        inputs = (mine,) if weights is None else (mine, weights)
+        wide_inputs = (wide,) if wide_weights is None else (wide, wide_weights)
+        for got, wanted, of in zip(gradients(output, *inputs), gradients(theirs, *wide_inputs), inputs, strict=True):
+            assert_near(got, wanted.to(of.dtype), dtype if dtype == probs_dtype else torch.bfloat16)
+
+
+def test_permute_without_probs() -> None:
+    tokens, routing_map = leaf(12, 4, dtype=torch.float32), ragged_map(12)
+    rows, probs, sorted_indices = ours.permute(tokens, routing_map)
+    assert probs is None
+    assert sorted_indices is not None
+    assert sorted_indices.dtype == torch.int64
+    torch.testing.assert_close((rows, sorted_indices), host.permute(tokens, routing_map)[::2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32], ids=str)
+def test_maps_of_other_dtypes(dtype: torch.dtype) -> None:
+    tokens, routing_map = leaf(12, 4, dtype=torch.float32), ragged_map(12).to(dtype)
+    expected = host.permute(tokens, routing_map)[0]
+    actual = ours.permute(tokens, routing_map)[0]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_dropless_ignores_num_out_tokens() -> None:
+    tokens, routing_map = leaf(12, 4, dtype=torch.float32), ragged_map(12)
+    expected = host.permute(tokens, routing_map, num_out_tokens=3)
+    torch.testing.assert_close(ours.permute(tokens, routing_map, num_out_tokens=3), expected, rtol=0, atol=0)
+
+
+def test_a_capacity_above_the_number_of_tokens() -> None:
+    """Theirs raises with probs; ours pads."""
+    tokens, routing_map, probs = leaf(3, 4, dtype=torch.float32), ragged_map(3), leaf(3, 8, dtype=torch.float32)
+    options: dict[str, Any] = {"num_out_tokens": 40, "drop_and_pad": True}
+    with pytest.raises(RuntimeError):
+        host.permute(tokens, routing_map, probs, **options)
+    rows, row_probs, sorted_indices = ours.permute(tokens, routing_map, probs, **options)
+    assert rows is not None
+    assert row_probs is not None
+    assert sorted_indices is not None
+    padding = sorted_indices.reshape(8, 5) < 0
+    assert padding.tolist() == [[False] * 3 + [True] * 2] * 8
+    for value in (rows.reshape(8, 5, 4)[padding], row_probs.reshape(8, 5)[padding]):
+        assert not value.any()
+    assert set(sorted_indices[sorted_indices < 0].tolist()) == {-1}
+    back = ours.unpermute(rows, sorted_indices, tokens.shape, probs, routing_map, drop_and_pad=True)
+    torch.testing.assert_close(back, tokens * probs.sum(dim=1, keepdim=True))
+
+
+def test_five_values_in_2026() -> None:
+    tokens, routing_map, probs = leaf(12, 4, dtype=torch.float32), ragged_map(12), leaf(12, 8, dtype=torch.float32)
+    size, counts = int(routing_map.sum()), routing_map.sum(dim=0)
+    expected = host.permute(tokens, routing_map, probs)
+    actual = ours.permute(tokens, routing_map, probs, size, tokens_per_expert=counts, generation="2026")
+    assert actual[3] is None
+    assert actual[4] is counts
+    torch.testing.assert_close(actual[:3], expected, rtol=0, atol=0)
+    short = ours.permute(tokens, routing_map, probs, torch.tensor(size - 2), generation="2026")
+    torch.testing.assert_close(short[:3], tuple(value[:-2] for value in expected), rtol=0, atol=0)
+    with pytest.raises(ValueError, match=r"^moeroute.interop.megatron.permute: num_out_tokens must be given; got None"):
+        ours.permute(tokens, routing_map, probs, generation="2026")
+    with pytest.raises(ValueError, match=r"^moeroute.interop.megatron.permute: generation must be"):
+        ours.permute(tokens, routing_map, probs, generation="0.9")
+
+
+def test_unpermute_asks_for_the_map_with_probs() -> None:
+    with pytest.raises(ValueError, match=r"^moeroute.interop.megatron.unpermute: routing_map must be given with probs"):
+        ours.unpermute(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), (1, 2), torch.zeros(1, 1))
+
+
+def test_unpermute_refuses_rows_that_are_not_those_of_the_map() -> None:
+    rows = torch.zeros(3, 2)
+    with pytest.raises(ValueError, match="rows must be"):
+        ours.unpermute(rows, torch.zeros(3, dtype=torch.int64), (2, 2), torch.ones(2, 2), torch.ones(2, 2).bool())
+
+
+# ---------------------------------------------------------------------------- balance
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.25, 2.0])
+def test_capacity(factor: float) -> None:
+    for num_tokens, num_experts, least in ((64, 8, None), (7, 3, 4), (100, 16, 9), (0, 4, None)):
+        expected = host.get_capacity(num_tokens, num_experts, factor, least)
+        assert ours.get_capacity(num_tokens, num_experts, factor, least) == expected
+
+
+def test_capacity_is_exact() -> None:
+    assert host.get_capacity(13440, 16, 1.1) == 925
+    assert ours.get_capacity(13440, 16, 1.1) == 924
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_z_loss(dtype: torch.dtype, masked: bool) -> None:
+    logits = leaf(33, 8, dtype=dtype)
+    mask = torch.rand(33, generator=generator(4)) < 0.4 if masked else None
+    expected, actual = host.z_loss_func(logits, 1e-3, mask), ours.z_loss_func(logits, 1e-3, mask)
+    assert_near(actual, expected, dtype)
+    assert_near(gradients(actual, logits)[0], gradients(expected, logits)[0], dtype)
+
+
+def test_z_loss_of_no_tokens() -> None:
+    assert float(ours.z_loss_func(torch.zeros(0, 4), 1.0)) == 0.0
+    assert float(ours.z_loss_func(torch.zeros(2, 4), 1.0, torch.ones(2).bool())) == 0.0
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[None]:
+    """Megatron's groups, all of one process."""
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # torch exports it all the same
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("shape", [(8,), (3, 8)], ids=["layer", "layers"])
+def test_updated_expert_bias(shape: tuple[int, ...]) -> None:
+    counts = torch.randint(0, 5, shape, generator=generator(5)).float()
+    counts[..., :2] = counts.double().mean(dim=-1, keepdim=True).round()
+    bias = torch.randn(shape, generator=generator(6))
+    expected = host.get_updated_expert_bias(counts.clone(), bias, 1e-3)
+    torch.testing.assert_close(ours.get_updated_expert_bias(counts, bias, 1e-3), expected, rtol=0, atol=0)
+    group = torch.distributed.group.WORLD
+    torch.testing.assert_close(ours.get_updated_expert_bias(counts, bias, 1e-3, group), expected, rtol=0, atol=0)
+
+
+def test_the_counts_are_added_up_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another rank had sent its own."""
+    other, group = torch.tensor([0.0, 9.0, 0.0]), object()
+    asked = []
+
+    def all_reduce(counts: Tensor, group: object) -> None:
+        asked.append(group)
+        counts += other
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    counts = torch.tensor([4.0, 0.0, 2.0])
+    bias = ours.get_updated_expert_bias(counts, torch.zeros(3), 0.5, group)
+    assert asked == [group]
+    assert counts.tolist() == [4.0, 9.0, 2.0]
+    assert bias.tolist() == [0.5, -0.5, 0.5]
+
+
+# ---------------------------------------------------------------------------- patch
+
+
+def holders(function: Any) -> set[str]:
+    return {
+        module.__name__
+        for name, module in list(sys.modules.items())
+        if name.startswith("megatron") and any(value is function for value in list(vars(module).values()))
+    }
+
+
+def test_patch_reaches_every_module_that_holds_the_function() -> None:
+    theirs = {name: getattr(host, name) for name in ours.NAMES}
+    before = {name: holders(function) for name, function in theirs.items()}
+    assert "megatron.core.transformer.moe.token_dispatcher" in before["permute"]
+    assert "megatron.core.transformer.moe.router" in before["z_loss_func"]
+    assert "megatron.core.distributed.finalize_model_grads" in before["get_updated_expert_bias"]
+    former = moeroute.set_memory_pool(True)
+    with ours.patch():
+        for name, function in theirs.items():
+            assert not holders(function)
+            assert holders(getattr(ours, name)) == before[name]
+        assert moeroute.set_memory_pool()["enabled"] is False
+        tokens, routing_map = torch.randn(4, 3), ragged_map(4)
+        assert len(host.permute(tokens, routing_map)) == 3  # the generation of the host, not of our signature
+        with ours.patch():  # one inside the other
+            assert holders(ours.permute) == before["permute"]
+        assert holders(ours.permute) == before["permute"]
+    assert {name: holders(function) for name, function in theirs.items()} == before
+    assert moeroute.set_memory_pool()["enabled"] is True
+    moeroute.set_memory_pool(**former)
+
+
+def test_patch_is_a_switch_too() -> None:
+    theirs = host.permute
+    switch = ours.patch()
+    assert host.permute is ours.permute
+    switch.undo()
+    assert host.permute is theirs
+    switch.undo()
+    assert host.permute is theirs
+
+
+def test_patched_storages_can_be_resized() -> None:
+    """What the host does to free the experts' input early."""
+    with ours.patch():
+        rows = host.permute(torch.randn(2048, 512), torch.ones(2048, 2).bool())[0]
+        rows.untyped_storage().resize_(0)
+
+
+def test_the_example_of_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "interop.md").read_text()
+    found = re.search(r"## Megatron-Core.*?```python\n(.*?)```", page, re.DOTALL)
+    assert found
+    exec(found.group(1), {})
+    assert host.permute is not ours.permute
+
+
+def test_every_function_has_the_parameters_of_the_host() -> None:
+    for name in ours.NAMES:
+        theirs = list(inspect.signature(getattr(host, name)).parameters.values())
+        mine = list(inspect.signature(getattr(ours, name)).parameters.values())[: len(theirs)]
+        assert [(p.name, p.default, p.kind) for p in mine] == [(p.name, p.default, p.kind) for p in theirs], name

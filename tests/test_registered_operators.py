@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import moeroute
-from moeroute.ops.registration import LIBRARY
+from moeroute.ops.register import LIBRARY
 from moeroute.testing import assert_same_bits
 
 T, K, E, H = 3, 2, 4, 5

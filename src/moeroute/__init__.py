@@ -15,7 +15,7 @@ The data path:
 import importlib
 import types
 
-import moeroute.ops.grouped
+import moeroute.ops.experts
 import moeroute.ops.router_product  # noqa: F401
 from moeroute.memory import (
     empty_cache,

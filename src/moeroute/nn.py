@@ -29,9 +29,9 @@ from torch import Tensor, nn
 
 from moeroute import check, dispatch
 from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
+from moeroute.ops.experts import FLOATS, autocast_is_on, check_sizes
+from moeroute.ops.experts import grouped_linear as grouped_linear
 from moeroute.ops.gating.op import Gating, gating_topk
-from moeroute.ops.grouped import FLOATS, autocast_is_on, check_sizes
-from moeroute.ops.grouped import grouped_linear as grouped_linear
 from moeroute.ops.planning.op import capacity_from_ratio, plan_from_expert_ids
 from moeroute.ops.router_product import router_product
 from moeroute.permutation import permute, unpermute

@@ -69,10 +69,12 @@ def print_bench(summaries: Sequence["Summary"], lines: Sequence[dict[str, Any]],
             microseconds,
             _number(kernel, "GB/s", "{:.1f}"),
             _number(kernel, "roof", "{:.2f}"),
-            *(_number(line, "times", "× {:.2f}" if summary.case.operator == "one token" else "× {:.1f}")
-              for line in (kernel, called, tuned)),
+            *(
+                _number(line, "times", "× {:.2f}" if summary.case.operator == "one token" else "× {:.1f}")
+                for line in (kernel, called, tuned)
+            ),
             "[green]hold[/]" if not summary.missed else "[red]" + "; ".join(summary.missed) + "[/]",
-        )  # fmt: skip
+        )
     console = Console(width=max(Console().width, 150))
     console.print(table)
     console.print(

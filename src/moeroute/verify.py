@@ -118,9 +118,14 @@ def _gradient_check(name: str, logits: Tensor, ids: Tensor, mode: dict[str, Any]
         both = (grad_weights.to(device), grad_scores.to(device))
         through = torch.autograd.grad((found.weights, found.scores), leaf, both)[0]
         plain = moeroute.gating_topk_backward(
-            found.scores.detach(), both[0], given, **flags, scaling_factor=scaling, out_dtype=logits.dtype,
+            found.scores.detach(),
+            both[0],
+            given,
+            **flags,
+            scaling_factor=scaling,
+            out_dtype=logits.dtype,
             backend=backend,
-        )  # fmt: skip
+        )
         return to((through, plain), "cpu")
 
     return Check(f"gating_topk_backward {name}", run)
@@ -184,9 +189,14 @@ def plan_checks(num_tokens: int, experts: int, topk: int, seed: int) -> Iterator
     yield _check("plan_from_token_ids", moeroute.plan_from_token_ids, token_ids, num_tokens)
     places = torch.randperm(num_tokens * 2, generator=generator)
     yield _check(
-        "plan_from_token_ids rows", moeroute.plan_from_token_ids, token_ids, num_tokens, rows=places,
-        num_rows=num_tokens * 2, num_experts=2,
-    )  # fmt: skip
+        "plan_from_token_ids rows",
+        moeroute.plan_from_token_ids,
+        token_ids,
+        num_tokens,
+        rows=places,
+        num_rows=num_tokens * 2,
+        num_experts=2,
+    )
     lengths = torch.randint(0, 5, (3, experts), generator=generator)
     yield _check("plan_from_segments", moeroute.plan_from_segments, lengths, int(lengths.sum()))
     order = torch.randperm(3 * experts, generator=generator)

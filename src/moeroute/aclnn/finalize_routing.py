@@ -166,9 +166,15 @@ def _moe_finalize_routing_v2(
     )
 
     return _added_up(
-        expandedX, _slots(expandedRowIdx, num_tokens, topk, by_row), x1Optional, x2Optional,
-        biasOptional, scalesOptional, expertIdxOptional, out,
-    )  # fmt: skip
+        expandedX,
+        _slots(expandedRowIdx, num_tokens, topk, by_row),
+        x1Optional,
+        x2Optional,
+        biasOptional,
+        scalesOptional,
+        expertIdxOptional,
+        out,
+    )
 
 
 aclnnMoeFinalizeRoutingV2GetWorkspaceSize, aclnnMoeFinalizeRoutingV2 = phases(
@@ -375,9 +381,18 @@ def _moe_finalize_routing_v4(
 
     def work() -> None:
         result = combine_special(
-            expandedX.reshape(-1, hidden), row_of_slot, ids, x, scalesOptional, init=shared, bias=biasOptional,
-            zero=zero, copy=copy, constant=constant, constants=given,
-        )  # fmt: skip
+            expandedX.reshape(-1, hidden),
+            row_of_slot,
+            ids,
+            x,
+            scalesOptional,
+            init=shared,
+            bias=biasOptional,
+            zero=zero,
+            copy=copy,
+            constant=constant,
+            constants=given,
+        )
         out.copy_(result)
 
     return 0, work
@@ -408,10 +423,24 @@ def _moe_finalize_routing_v3(
 ) -> tuple[int, Work]:
     """MoeFinalizeRoutingV4 with K = 1 where there are no scales."""
     return _moe_finalize_routing_v4(
-        expandedX, expandedRowIdx, x1Optional, x2Optional, biasOptional, scalesOptional, expertIdxOptional, xOptional,
-        alpha1Optional, alpha2Optional, vOptional, dropPadMode, zeroExpertRange, copyExpertRange, constantExpertRange,
-        1, out,
-    )  # fmt: skip
+        expandedX,
+        expandedRowIdx,
+        x1Optional,
+        x2Optional,
+        biasOptional,
+        scalesOptional,
+        expertIdxOptional,
+        xOptional,
+        alpha1Optional,
+        alpha2Optional,
+        vOptional,
+        dropPadMode,
+        zeroExpertRange,
+        copyExpertRange,
+        constantExpertRange,
+        1,
+        out,
+    )
 
 
 aclnnMoeFinalizeRoutingV3GetWorkspaceSize, aclnnMoeFinalizeRoutingV3 = phases(

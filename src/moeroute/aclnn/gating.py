@@ -226,9 +226,23 @@ def _moe_gating_top_k(
     outOut gets the scores, unrounded, where outFlag is set; it must not be null in any case.
     """
     return _moe_gating_top_k_v2(
-        x, biasOptional, None, None, k, kGroup, groupCount, groupSelectMode, renorm, normType, outFlag,
-        routedScalingFactor, eps, yOut, expertIdxOut, outOut,
-    )  # fmt: skip
+        x,
+        biasOptional,
+        None,
+        None,
+        k,
+        kGroup,
+        groupCount,
+        groupSelectMode,
+        renorm,
+        normType,
+        outFlag,
+        routedScalingFactor,
+        eps,
+        yOut,
+        expertIdxOut,
+        outOut,
+    )
 
 
 aclnnMoeGatingTopKGetWorkspaceSize, aclnnMoeGatingTopK = phases("MoeGatingTopK", _moe_gating_top_k)

@@ -19,12 +19,17 @@ from moeroute import check
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATS = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e4m3fnuz,
-    torch.float8_e5m2, torch.float8_e5m2fnuz, *filter(None, [getattr(torch, "float8_e8m0fnu", None)]),  # since 2.7
-)  # fmt: skip
-_INTEGERS = (
-    torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
-)  # fmt: skip
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2,
+    torch.float8_e5m2fnuz,
+    *filter(None, [getattr(torch, "float8_e8m0fnu", None)]),  # since 2.7
+)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 class BalanceStatistics(NamedTuple):

@@ -11,10 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moeroute.ops.differentiation import differentiable
-from moeroute.ops.registration import LIBRARY, implement
-
-LIBRARY.define("router_product(Tensor tokens, Tensor weight) -> Tensor")
+from moeroute.ops.register import register
 
 
 def _wide(tokens: Tensor) -> torch.dtype:
@@ -38,13 +35,6 @@ def _router_product(tokens: Tensor, weight: Tensor) -> Tensor:
         return F.linear(tokens.to(wide), weight.to(wide))
 
 
-implement(
-    "router_product",
-    _router_product,
-    lambda tokens, weight: tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=_wide(tokens)),
-)
-
-
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
@@ -61,4 +51,11 @@ def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
     return grad_tokens, grad_weight
 
 
-router_product = differentiable("router_product", _derivative, _setup, linear_in=(0, 1))
+router_product = register(
+    "router_product(Tensor tokens, Tensor weight) -> Tensor",
+    _router_product,
+    lambda tokens, weight: tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=_wide(tokens)),
+    derivative=_derivative,
+    setup=_setup,
+    linear_in=(0, 1),
+)

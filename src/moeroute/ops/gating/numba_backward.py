@@ -301,19 +301,46 @@ def gating_backward(
         if out.dtype == FLOAT32:
             row = advance(out.data, t * out.stride)
             backward_rows(
-                Rows(row, out.stride), retyped(row, "int32"), grads, retyped(grads, "int32"),
-                slots, near_scores, near_extra, k, num_experts, score, rows,
-            )  # fmt: skip
+                Rows(row, out.stride),
+                retyped(row, "int32"),
+                grads,
+                retyped(grads, "int32"),
+                slots,
+                near_scores,
+                near_extra,
+                k,
+                num_experts,
+                score,
+                rows,
+            )
         elif out.dtype == BFLOAT16:
             brow = advance(retyped(out.data, "bfloat16"), t * out.stride)
             backward_rows(
-                Rows(brow, out.stride), retyped(brow, "int16"), retyped(grads, "bfloat16"), retyped(grads, "int16"),
-                slots, near_scores, near_extra, k, num_experts, score, rows,
-            )  # fmt: skip
+                Rows(brow, out.stride),
+                retyped(brow, "int16"),
+                retyped(grads, "bfloat16"),
+                retyped(grads, "int16"),
+                slots,
+                near_scores,
+                near_extra,
+                k,
+                num_experts,
+                score,
+                rows,
+            )
         else:
             hrow = advance(retyped(out.data, "float16"), t * out.stride)
             backward_rows(
-                Rows(hrow, out.stride), retyped(hrow, "int16"), retyped(grads, "float16"), retyped(grads, "int16"),
-                slots, near_scores, near_extra, k, num_experts, score, rows,
-            )  # fmt: skip
+                Rows(hrow, out.stride),
+                retyped(hrow, "int16"),
+                retyped(grads, "float16"),
+                retyped(grads, "int16"),
+                slots,
+                near_scores,
+                near_extra,
+                k,
+                num_experts,
+                score,
+                rows,
+            )
     work[0] = ZERO  # an array is freed after its last use, whoever has its address

@@ -23,9 +23,13 @@ from moeroute.ops.gating.numba_forward import (
 SMALL = memory.SMALLEST // 8  # elements that the pool does not care for, whatever their dtype
 CPU = torch.device("cpu")
 SCORES = {
-    "softmax": SOFTMAX, "sigmoid": SIGMOID, "sqrtsoftplus": SQRTSOFTPLUS, "topk_softmax": TOPK_SOFTMAX,
-    "topk_sigmoid": TOPK_SIGMOID, "none": NONE,
-}  # fmt: skip
+    "softmax": SOFTMAX,
+    "sigmoid": SIGMOID,
+    "sqrtsoftplus": SQRTSOFTPLUS,
+    "topk_softmax": TOPK_SOFTMAX,
+    "topk_sigmoid": TOPK_SIGMOID,
+    "none": NONE,
+}
 empty = torch.empty
 
 # What one expert of one row costs, in the bytes of `launch.SERIAL_WORK`: 1.6 ns and 0.1 ns measured.

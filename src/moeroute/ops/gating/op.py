@@ -18,8 +18,13 @@ BEST = "max"
 GROUP_SCORES = {BEST: 1, "top2_sum": 2}  # how many of a group's best values are added up
 STRIDED = check.STRIDED
 RENORMALIZED = {
-    "softmax": False, "sigmoid": True, "sqrtsoftplus": True, "topk_softmax": False, "topk_sigmoid": False, "none": False
-}  # fmt: skip
+    "softmax": False,
+    "sigmoid": True,
+    "sqrtsoftplus": True,
+    "topk_softmax": False,
+    "topk_sigmoid": False,
+    "none": False,
+}
 SCORES = tuple(RENORMALIZED)
 FLOAT32_MAX = check.LARGEST_FLOAT32
 
@@ -140,17 +145,39 @@ def gating_topk(
         expert_ids = None if expert_ids is None else expert_ids.resolve_neg()
     if out is not None or dispatch.plain(logits, bias, expert_ids):
         found = _module(operator, backend, logits).gating_topk(
-            logits, bias, expert_ids, k, score, num_groups, topk_groups, group_best, renormalize, scaling_factor, eps,
-            weights_dtype, out=out,
-        )  # fmt: skip
+            logits,
+            bias,
+            expert_ids,
+            k,
+            score,
+            num_groups,
+            topk_groups,
+            group_best,
+            renormalize,
+            scaling_factor,
+            eps,
+            weights_dtype,
+            out=out,
+        )
         if out is not None:
             for written in out:
                 increment_version(written)  # by address, of which autograd knows nothing
     else:
         found = _gating_topk(
-            logits, bias, expert_ids, k, score, num_groups, topk_groups, group_best, renormalize, scaling_factor, eps,
-            weights_dtype, backend,
-        )  # fmt: skip
+            logits,
+            bias,
+            expert_ids,
+            k,
+            score,
+            num_groups,
+            topk_groups,
+            group_best,
+            renormalize,
+            scaling_factor,
+            eps,
+            weights_dtype,
+            backend,
+        )
     return _as_gating(found)
 
 
@@ -483,9 +510,19 @@ def _gating_topk_operator(
     _check_scalar(operator, "scaling_factor", scaling_factor, logits.dtype)
     _check_scalar(operator, "eps", eps, logits.dtype)
     found: tuple[Tensor, Tensor, Tensor] = _module(operator, backend, logits).gating_topk(
-        logits, bias, expert_ids, k, score, num_groups, topk_groups, group_best, renormalize, scaling_factor, eps,
+        logits,
+        bias,
+        expert_ids,
+        k,
+        score,
+        num_groups,
+        topk_groups,
+        group_best,
+        renormalize,
+        scaling_factor,
+        eps,
         weights_dtype,
-    )  # fmt: skip
+    )
     return found
 
 

@@ -255,9 +255,16 @@ def gating_tile(
 
 @triton.jit(do_not_specialize=VARYING)
 def gating_scores(
-    scores, logits, tokens, num_experts, scores_stride, logits_stride,
-    SCORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    scores,
+    logits,
+    tokens,
+    num_experts,
+    scores_stride,
+    logits_stride,
+    SCORE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     live = row < tokens
     logits_row = logits + row * logits_stride
@@ -292,9 +299,17 @@ def keys_of_row(values_row, bias, groups_row, last_group, live, at, inside, grou
 
 @triton.jit(do_not_specialize=VARYING)
 def gating_groups(
-    group_values, scores, bias, tokens, num_experts, scores_stride, group_size,
-    GROUP_BEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    group_values,
+    scores,
+    bias,
+    tokens,
+    num_experts,
+    scores_stride,
+    group_size,
+    GROUP_BEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The value of each group of each row. A row of the tile is a group; each round looks for its best value after
     the last one."""
     num_groups = num_experts // group_size
@@ -433,9 +448,17 @@ def weight_of(s, top, total, SCORE: tl.constexpr):
 
 @triton.jit
 def sum_of_weights(
-    scores_row, ids_row, live, num_experts, k, top, total,
-    SCORE: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
+    scores_row,
+    ids_row,
+    live,
+    num_experts,
+    k,
+    top,
+    total,
+    SCORE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
     found = tl.zeros((ROWS,), tl.float32)
     for start in range(0, k, SLOTS):
         slot = start + tl.arange(0, SLOTS)[None, :]

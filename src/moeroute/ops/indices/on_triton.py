@@ -21,9 +21,17 @@ def inside_or_none(index, first, count):
 
 @triton.jit(do_not_specialize=["first_row", "num_slots", "num_rows"])
 def narrow_rows(
-    row_of_slot, slot_of_row, expert_of_slot, rows, experts, first_row, num_slots, num_rows,
-    EXPERTS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    row_of_slot,
+    slot_of_row,
+    expert_of_slot,
+    rows,
+    experts,
+    first_row,
+    num_slots,
+    num_rows,
+    EXPERTS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     at = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
     inside = at < num_slots
     row = inside_or_none(tl.load(rows + at, mask=inside, other=-1).to(tl.int64), first_row, num_rows)
@@ -67,9 +75,17 @@ def chunk_at(i, order, place, ranks, experts, inside, ORDER: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ranks", "experts", "num_tokens"])
 def chunk_starts(
-    token_starts, row_starts, lengths, order, place, ranks, experts, num_tokens,
-    ORDER: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    token_starts,
+    row_starts,
+    lengths,
+    order,
+    place,
+    ranks,
+    experts,
+    num_tokens,
+    ORDER: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     """One program. First token of each chunk as they lie; first row of each chunk as the rows lie."""
     chunks = ranks * experts
     limit = num_tokens.to(tl.int64)
@@ -93,9 +109,20 @@ def chunk_starts(
 
 @triton.jit(do_not_specialize=["ranks", "experts", "steps", "num_tokens"])
 def deal_chunks(
-    row_of_slot, slot_of_row, tokens, token_starts, row_starts, order, place, ranks, experts, steps, num_tokens,
-    ORDER: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    row_of_slot,
+    slot_of_row,
+    tokens,
+    token_starts,
+    row_starts,
+    order,
+    place,
+    ranks,
+    experts,
+    steps,
+    num_tokens,
+    ORDER: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     """Row of each token and token of each row, by the same search; counts of the experts."""
     at = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
     chunks = ranks * experts

@@ -28,9 +28,18 @@ def true_entries(routing_map, t, e, num_tokens, num_experts):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_rows"])
 def count_map(
-    counts, slot_of_row, routing_map, stays_map, num_tokens, num_experts, num_rows,
-    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, STAYS: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    counts,
+    slot_of_row,
+    routing_map,
+    stays_map,
+    num_tokens,
+    num_experts,
+    num_rows,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    STAYS: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     block = tl.program_id(0).to(tl.int64)
     t = block * TOKENS + tl.arange(0, TOKENS)
     width = num_experts

@@ -234,9 +234,19 @@ def _registered_map(
             raise checks.wrong_value(operator, "topk", "None with fill", topk)
     dispatch.choose(operator, backend, routing_map.device, None if weights is None else weights.dtype)
     return _map_operator(
-        routing_map.contiguous(), weights, first_expert, last_expert, topk, fill, capacity, segment, align, num_rows,
-        check, backend,
-    )  # fmt: skip
+        routing_map.contiguous(),
+        weights,
+        first_expert,
+        last_expert,
+        topk,
+        fill,
+        capacity,
+        segment,
+        align,
+        num_rows,
+        check,
+        backend,
+    )
 
 
 def _map_fake(

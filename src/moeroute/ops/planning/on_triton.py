@@ -53,9 +53,17 @@ def clear(rows, num_rows, PIECE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "last", "num_slots", "num_rows"])
 def count(
-    counts, slot_of_row, ids, first, last, num_slots, num_rows,
-    BLOCK: tl.constexpr, HISTOGRAM: tl.constexpr, PIECE: tl.constexpr,
-):  # fmt: skip
+    counts,
+    slot_of_row,
+    ids,
+    first,
+    last,
+    num_slots,
+    num_rows,
+    BLOCK: tl.constexpr,
+    HISTOGRAM: tl.constexpr,
+    PIECE: tl.constexpr,
+):
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     experts = last - first
@@ -209,9 +217,7 @@ def plan_small(
 
 
 @triton.jit(do_not_specialize=["experts", "num_slots"])
-def deal_sorted(
-    row_of_slot, slot_of_row, keys, slots, first, starts, tokens, experts, num_slots, PIECE: tl.constexpr
-):  # fmt: skip
+def deal_sorted(row_of_slot, slot_of_row, keys, slots, first, starts, tokens, experts, num_slots, PIECE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
     inside = at < num_slots
     e = tl.load(keys + at, mask=inside, other=0)

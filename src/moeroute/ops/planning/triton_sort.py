@@ -59,9 +59,19 @@ def sort_key(ids, weights, at, inside, first, last, columns, KIND: tl.constexpr,
 
 @triton.jit(do_not_specialize=["first", "last", "columns", "num_slots"])
 def sort_block(
-    keys, slots, ids, weights, first, last, columns, num_slots,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr, KIND: tl.constexpr, MAP: tl.constexpr,
-):  # fmt: skip
+    keys,
+    slots,
+    ids,
+    weights,
+    first,
+    last,
+    columns,
+    num_slots,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    KIND: tl.constexpr,
+    MAP: tl.constexpr,
+):
     """Stable, by counting for each slot the others of the block that come before it."""
     block = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)

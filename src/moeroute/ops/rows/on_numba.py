@@ -357,9 +357,18 @@ def spread_dots_kernel(
                     # rows of 4 KiB.
                     next_row = slots.row_of_slot[min(s + 1, slots.num_slots - 1)] * rows.stride
                     dots[s] = scale_dot_row(
-                        out.data, r * out.stride, x.data, t * x.stride, rows.data, r * rows.stride, next_row,
-                        ahead, weights[s], hidden, streaming,
-                    )  # fmt: skip
+                        out.data,
+                        r * out.stride,
+                        x.data,
+                        t * x.stride,
+                        rows.data,
+                        r * rows.stride,
+                        next_row,
+                        ahead,
+                        weights[s],
+                        hidden,
+                        streaming,
+                    )
                 else:
                     dots[s] = dot_row(rows.data, r * rows.stride, x.data, t * x.stride, rows.data, int64(-1), hidden)
             else:

@@ -132,9 +132,20 @@ def combine_kernel(
 
 @triton.jit
 def zero_unused_rows(
-    out, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, hidden, out_stride, tile,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    out,
+    row_of_slot,
+    slot_of_row,
+    slot_offsets,
+    topk,
+    num_slots,
+    num_rows,
+    num_tokens,
+    hidden,
+    out_stride,
+    tile,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Zeros in the rows of a tile that no token's slot fills."""
     row = tile * ROWS + tl.arange(0, ROWS)
     valid = (row >= 0) & (row < num_rows)
@@ -187,9 +198,20 @@ def spread_kernel(
             tl.store(target, copy, mask=used[:, :, None] & inside[:, None, :])
     else:
         zero_unused_rows(
-            out, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, hidden, out_stride,
-            tile - programs, ROWS, ZERO_BLOCK,
-        )  # fmt: skip
+            out,
+            row_of_slot,
+            slot_of_row,
+            slot_offsets,
+            topk,
+            num_slots,
+            num_rows,
+            num_tokens,
+            hidden,
+            out_stride,
+            tile - programs,
+            ROWS,
+            ZERO_BLOCK,
+        )
 
 
 # ---------------------------------------------------------------------------- kernels: row_dots, spread_dots
@@ -246,9 +268,20 @@ def dots_kernel(
     else:
         if out is not None:
             zero_unused_rows(
-                out, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, hidden, out_stride,
-                tile - programs, ROWS, ZERO_BLOCK,
-            )  # fmt: skip
+                out,
+                row_of_slot,
+                slot_of_row,
+                slot_offsets,
+                topk,
+                num_slots,
+                num_rows,
+                num_tokens,
+                hidden,
+                out_stride,
+                tile - programs,
+                ROWS,
+                ZERO_BLOCK,
+            )
 
 
 # ---------------------------------------------------------------------------- launchers

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from moeroute import check, dispatch, dtypes
 from moeroute.ops import layout
-from moeroute.ops.differentiation import transformed
-from moeroute.ops.register import PLAN_SCHEMA, register
+from moeroute.ops.register import PLAN_SCHEMA, register, transformed
 from moeroute.plan import PlanTensors, RoutingPlan, expect_plan, given_plan
 
 _module = partial(dispatch.implementation, "rows")

@@ -23,9 +23,17 @@ def take_kernel(out, values, index, num_values, size, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_experts", "weights_stride"])
 def slot_weights_kernel(
-    out, weights, expert_of_slot, token_of_slot, num_tokens, topk, num_slots, num_experts, weights_stride,
+    out,
+    weights,
+    expert_of_slot,
+    token_of_slot,
+    num_tokens,
+    topk,
+    num_slots,
+    num_experts,
+    weights_stride,
     SLOTS: tl.constexpr,
-):  # fmt: skip
+):
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     valid = (slot >= 0) & (slot < num_slots)
     token = token_of(token_of_slot, topk, slot, valid)
@@ -37,9 +45,19 @@ def slot_weights_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_experts", "out_stride"])
 def slot_weights_backward_kernel(
-    out, grad, expert_of_slot, slot_offsets, num_tokens, topk, num_slots, num_experts, out_stride,
-    ACCUMULATE: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    out,
+    grad,
+    expert_of_slot,
+    slot_offsets,
+    num_tokens,
+    topk,
+    num_slots,
+    num_experts,
+    out_stride,
+    ACCUMULATE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     blocks = tl.cdiv(num_experts, BLOCK)
     token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
     column = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]

@@ -18,142 +18,9 @@ import torch
 from torch import Tensor
 
 from moeroute import check, memory
-from moeroute.ops.differentiation import differentiable
-from moeroute.ops.registration import LIBRARY, implement
+from moeroute.ops.register import register
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-LIBRARY.define("grouped_linear(Tensor rows, Tensor weight, Tensor sizes, Tensor? bias) -> Tensor")
-LIBRARY.define("grouped_outer(Tensor left, Tensor right, Tensor sizes) -> Tensor")
-
-
-def _check_counts(operator: str, argument: str, counts: Sequence[int], num_rows: int) -> None:
-    if any(count < 0 for count in counts) or sum(counts) > num_rows:
-        wanted = f"at least 0 each and no more than the {num_rows} rows in all"
-        raise check.wrong_value(operator, argument, wanted, counts)
-
-
-def _segments(operator: str, sizes: Tensor, num_rows: int) -> list[tuple[int, int]]:
-    counts = sizes.tolist()
-    _check_counts(operator, "sizes", counts, num_rows)
-    stops = list(itertools.accumulate(counts))
-    return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
-
-
-def _check_operands(operator: str, sizes: Tensor, **operands: Tensor) -> None:
-    """int64 sizes, and one dtype and device of the others: a registered operator may be called by anybody."""
-    if sizes.dtype is not torch.int64:
-        raise check.wrong_dtype(operator, "sizes", "torch.int64", sizes)
-    (name, first), *others = operands.items()
-    check.float_dtype(operator, f"the dtype of {name}", first.dtype, FLOATS)
-    for argument, other in others:
-        check.same_device(operator, name, first, argument, other)
-        if other.dtype is not first.dtype:
-            raise check.wrong_dtype(operator, argument, f"{first.dtype}, as {name}", other)
-
-
-def _grouped_linear_kernel(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
-    operator = "nn.grouped_linear"
-    check.shaped(operator, "rows", rows, (None, None))
-    check.shaped(operator, "weight", weight, (None, None, rows.shape[1]))
-    check.shaped(operator, "sizes", sizes, (weight.shape[0],))
-    if bias is None:
-        _check_operands(operator, sizes, rows=rows, weight=weight)
-    else:
-        check.shaped(operator, "bias", bias, (weight.shape[0], weight.shape[1]))
-        _check_operands(operator, sizes, rows=rows, weight=weight, bias=bias)
-    segments = _segments(operator, sizes, rows.shape[0])
-    out = memory.empty((rows.shape[0], weight.shape[1]), rows.dtype, rows.device)
-    for expert, (start, stop) in enumerate(segments):
-        if stop > start:
-            matrix = weight[expert].t()
-            if bias is None:
-                torch.mm(rows[start:stop], matrix, out=out[start:stop])
-            else:
-                torch.addmm(bias[expert], rows[start:stop], matrix, out=out[start:stop])
-    out[segments[-1][1] if segments else 0 :].zero_()
-    return out
-
-
-def _grouped_outer_kernel(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
-    operator = "nn.grouped_outer"
-    check.shaped(operator, "left", left, (None, None))
-    check.shaped(operator, "right", right, (left.shape[0], None))
-    check.shaped(operator, "sizes", sizes, (None,))
-    _check_operands(operator, sizes, left=left, right=right)
-    segments = _segments(operator, sizes, left.shape[0])
-    out = memory.empty((len(segments), left.shape[1], right.shape[1]), left.dtype, left.device)
-    for expert, (start, stop) in enumerate(segments):
-        if stop > start:
-            torch.mm(left[start:stop].t(), right[start:stop], out=out[expert])
-        else:
-            out[expert].zero_()
-    return out
-
-
-implement(
-    "grouped_linear",
-    _grouped_linear_kernel,
-    lambda rows, weight, sizes, bias: rows.new_empty(rows.shape[0], weight.shape[1]),
-)
-implement(
-    "grouped_outer",
-    _grouped_outer_kernel,
-    lambda left, right, sizes: left.new_empty(sizes.shape[0], left.shape[1], right.shape[1]),
-)
-
-
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])  # nothing depends on the bias
-
-
-def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
-    rows, weight, sizes = ctx.saved_tensors
-    needs_rows, needs_weight, _, needs_bias = ctx.needs_input_grad
-    grad_rows = _linear(grad, weight.transpose(1, 2), sizes) if needs_rows else None
-    grad_weight = grad_bias = None
-    if needs_weight and weight.stride(1) == 1:
-        # A transposed weight [E, I, O]: a gradient of other strides would be copied when it is kept.
-        grad_weight = _outer(rows, grad, sizes).transpose(1, 2)
-    elif needs_weight:
-        grad_weight = _outer(grad, rows, sizes)
-    if needs_bias:
-        grad_bias = _outer(grad, grad.new_ones(grad.shape[0], 1), sizes).squeeze(2)
-    return grad_rows, grad_weight, None, grad_bias
-
-
-def _grouped_outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    left, right, sizes = ctx.saved_tensors
-    needs_left, needs_right, _ = ctx.needs_input_grad
-    grad_left = _linear(right, grad, sizes) if needs_left else None
-    grad_right = _linear(left, grad.transpose(1, 2), sizes) if needs_right else None
-    return grad_left, grad_right, None
-
-
-def _grouped_linear_tangent(
-    ctx: Any, inputs: tuple[Any, ...], output: Tensor, tangents: tuple[Tensor | None, ...]
-) -> Tensor | None:
-    rows, weight, sizes, _ = inputs
-    move_rows, move_weight, _, move_bias = tangents
-    terms = []
-    if move_rows is not None:
-        terms.append(_linear(move_rows, weight, sizes))
-    if move_weight is not None:
-        terms.append(_linear(rows, move_weight, sizes))
-    if move_bias is not None:
-        terms.append(_linear(rows.new_ones(rows.shape[0], 1), move_bias[..., None], sizes))
-    return sum(terms[1:], terms[0]) if terms else None
-
-
-_grouped_linear = differentiable(
-    "grouped_linear", _grouped_linear_backward, _save_inputs, tangent=_grouped_linear_tangent
-)
-_outer = differentiable("grouped_outer", _grouped_outer_backward, _save_inputs, linear_in=(0, 1))
-
-
-def _linear(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = _grouped_linear(rows, weight, sizes, bias)
-    return result
 
 
 def autocast_is_on(device: str) -> bool:
@@ -230,3 +97,138 @@ def check_sizes(operator: str, argument: str, sizes: Any, num_rows: int) -> Tens
         check.integer(operator, argument, size)
     _check_counts(operator, argument, sizes, num_rows)
     return torch.tensor(sizes, dtype=torch.int64, device="cpu")
+
+
+# ---------------------------------------------------------------------------- checks
+
+
+def _check_counts(operator: str, argument: str, counts: Sequence[int], num_rows: int) -> None:
+    if any(count < 0 for count in counts) or sum(counts) > num_rows:
+        wanted = f"at least 0 each and no more than the {num_rows} rows in all"
+        raise check.wrong_value(operator, argument, wanted, counts)
+
+
+def _segments(operator: str, sizes: Tensor, num_rows: int) -> list[tuple[int, int]]:
+    counts = sizes.tolist()
+    _check_counts(operator, "sizes", counts, num_rows)
+    stops = list(itertools.accumulate(counts))
+    return [(stop - count, stop) for stop, count in zip(stops, counts, strict=True)]
+
+
+def _check_operands(operator: str, sizes: Tensor, **operands: Tensor) -> None:
+    """int64 sizes, and one dtype and device of the others: a registered operator may be called by anybody."""
+    if sizes.dtype is not torch.int64:
+        raise check.wrong_dtype(operator, "sizes", "torch.int64", sizes)
+    (name, first), *others = operands.items()
+    check.float_dtype(operator, f"the dtype of {name}", first.dtype, FLOATS)
+    for argument, other in others:
+        check.same_device(operator, name, first, argument, other)
+        if other.dtype is not first.dtype:
+            raise check.wrong_dtype(operator, argument, f"{first.dtype}, as {name}", other)
+
+
+# ---------------------------------------------------------------------------- registration
+
+
+def _grouped_linear_kernel(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
+    operator = "nn.grouped_linear"
+    check.shaped(operator, "rows", rows, (None, None))
+    check.shaped(operator, "weight", weight, (None, None, rows.shape[1]))
+    check.shaped(operator, "sizes", sizes, (weight.shape[0],))
+    if bias is None:
+        _check_operands(operator, sizes, rows=rows, weight=weight)
+    else:
+        check.shaped(operator, "bias", bias, (weight.shape[0], weight.shape[1]))
+        _check_operands(operator, sizes, rows=rows, weight=weight, bias=bias)
+    segments = _segments(operator, sizes, rows.shape[0])
+    out = memory.empty((rows.shape[0], weight.shape[1]), rows.dtype, rows.device)
+    for expert, (start, stop) in enumerate(segments):
+        if stop > start:
+            matrix = weight[expert].t()
+            if bias is None:
+                torch.mm(rows[start:stop], matrix, out=out[start:stop])
+            else:
+                torch.addmm(bias[expert], rows[start:stop], matrix, out=out[start:stop])
+    out[segments[-1][1] if segments else 0 :].zero_()
+    return out
+
+
+def _grouped_outer_kernel(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    operator = "nn.grouped_outer"
+    check.shaped(operator, "left", left, (None, None))
+    check.shaped(operator, "right", right, (left.shape[0], None))
+    check.shaped(operator, "sizes", sizes, (None,))
+    _check_operands(operator, sizes, left=left, right=right)
+    segments = _segments(operator, sizes, left.shape[0])
+    out = memory.empty((len(segments), left.shape[1], right.shape[1]), left.dtype, left.device)
+    for expert, (start, stop) in enumerate(segments):
+        if stop > start:
+            torch.mm(left[start:stop].t(), right[start:stop], out=out[expert])
+        else:
+            out[expert].zero_()
+    return out
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])  # nothing depends on the bias
+
+
+def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
+    rows, weight, sizes = ctx.saved_tensors
+    needs_rows, needs_weight, _, needs_bias = ctx.needs_input_grad
+    grad_rows = _linear(grad, weight.transpose(1, 2), sizes) if needs_rows else None
+    grad_weight = grad_bias = None
+    if needs_weight and weight.stride(1) == 1:
+        # A transposed weight [E, I, O]: a gradient of other strides would be copied when it is kept.
+        grad_weight = _outer(rows, grad, sizes).transpose(1, 2)
+    elif needs_weight:
+        grad_weight = _outer(grad, rows, sizes)
+    if needs_bias:
+        grad_bias = _outer(grad, grad.new_ones(grad.shape[0], 1), sizes).squeeze(2)
+    return grad_rows, grad_weight, None, grad_bias
+
+
+def _grouped_outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    left, right, sizes = ctx.saved_tensors
+    needs_left, needs_right, _ = ctx.needs_input_grad
+    grad_left = _linear(right, grad, sizes) if needs_left else None
+    grad_right = _linear(left, grad.transpose(1, 2), sizes) if needs_right else None
+    return grad_left, grad_right, None
+
+
+def _grouped_linear_tangent(
+    ctx: Any, inputs: tuple[Any, ...], output: Tensor, tangents: tuple[Tensor | None, ...]
+) -> Tensor | None:
+    rows, weight, sizes, _ = inputs
+    move_rows, move_weight, _, move_bias = tangents
+    terms = []
+    if move_rows is not None:
+        terms.append(_linear(move_rows, weight, sizes))
+    if move_weight is not None:
+        terms.append(_linear(rows, move_weight, sizes))
+    if move_bias is not None:
+        terms.append(_linear(rows.new_ones(rows.shape[0], 1), move_bias[..., None], sizes))
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def _linear(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = _grouped_linear(rows, weight, sizes, bias)
+    return result
+
+
+_grouped_linear = register(
+    "grouped_linear(Tensor rows, Tensor weight, Tensor sizes, Tensor? bias) -> Tensor",
+    _grouped_linear_kernel,
+    lambda rows, weight, sizes, bias: rows.new_empty(rows.shape[0], weight.shape[1]),
+    derivative=_grouped_linear_backward,
+    setup=_save_inputs,
+    tangent=_grouped_linear_tangent,
+)
+_outer = register(
+    "grouped_outer(Tensor left, Tensor right, Tensor sizes) -> Tensor",
+    _grouped_outer_kernel,
+    lambda left, right, sizes: left.new_empty(sizes.shape[0], left.shape[1], right.shape[1]),
+    derivative=_grouped_outer_backward,
+    setup=_save_inputs,
+    linear_in=(0, 1),
+)

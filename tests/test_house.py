@@ -243,6 +243,20 @@ def signature_of(function: ast.FunctionDef) -> str:
     return ast.unparse(bare.args)
 
 
+# Files that a reader of the room on the CPU opens, numba_kit as one. Of gating each direction is five; maps and indices
+# share their last steps with planning, weights shares the sums with rows.
+FILES_TO_READ = {"rows": 4, "planning": 5, "gating": 6, "weights": 6, "maps": 7, "indices": 7}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_few_files_explain_an_operator_on_the_cpu(room: str) -> None:
+    own = {name for name in TREES if re.fullmatch(rf"ops\.{room}\.(op|reference|\w*numba\w*)", name)}
+    assert len(own) >= 3
+    imported = {name for file in own for name in imports_of(file) if name.startswith("ops.") and name.count(".") == 2}
+    read = own | {"ops.numba_kit" if name.startswith("ops.numba_kit.") else name for name in imported}
+    assert len(read) <= FILES_TO_READ[room], sorted(read)
+
+
 @pytest.mark.parametrize("file", ["on_numba", "on_triton"])
 @pytest.mark.parametrize("room", ROOMS)
 def test_all_implementations_offer_the_same(room: str, file: str) -> None:

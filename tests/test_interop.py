@@ -69,6 +69,7 @@ def arithmetic_of(tree: ast.AST) -> list[str]:
 # Of Python's, and a scalar loss times its coefficient.
 NUMBERS = {
     "1 / gate.top_k",
+    "topk // group_topk",
     "int(num_out_tokens) // routing_map.shape[1]",
     "router_z_loss(logits, padding_mask=padding_mask) * z_loss_coeff",
 }

@@ -166,6 +166,45 @@ def test_unpermute_refuses_rows_that_are_not_those_of_the_map() -> None:
         ours.unpermute(rows, torch.zeros(3, dtype=torch.int64), (2, 2), torch.ones(2, 2), torch.ones(2, 2).bool())
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("lengths", [[3, 0, 4, 2], [0, 0], [5]], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sort_chunks(dtype: torch.dtype, lengths: list[int], fused: bool) -> None:
+    sizes = torch.tensor(lengths)
+    order = torch.randperm(len(lengths), generator=generator(7))
+    rows, probs = leaf(sum(lengths), 5, dtype=dtype), leaf(sum(lengths), dtype=dtype, seed=2)
+    expected, actual = (f(rows, sizes, order, probs) for f in (host.sort_chunks_by_idxs, ours.sort_chunks_by_idxs))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    for mine, theirs, of in zip(actual, expected, (rows, probs), strict=True):
+        torch.testing.assert_close(gradients(mine, of), gradients(theirs, of), rtol=0, atol=0)
+    alone = ours.sort_chunks_by_idxs(rows, sizes, order.int(), fused=fused)
+    torch.testing.assert_close(alone[0], expected[0], rtol=0, atol=0)
+    assert alone[1] is None
+
+
+# ---------------------------------------------------------------------------- gating
+
+
+@pytest.mark.parametrize(("topk", "num_groups", "group_topk"), [(4, 4, 2), (6, 4, 2), (3, 2, 1), (4, 8, 4)])
+@pytest.mark.parametrize("num_tokens", [1, 50])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_group_limited_topk(dtype: torch.dtype, num_tokens: int, topk: int, num_groups: int, group_topk: int) -> None:
+    """Powers of two: no two scores of a token are equal, and no two sums."""
+    order = torch.rand(num_tokens, 16, generator=generator(3)).argsort(dim=1)
+    scores = order.double().exp2().to(dtype).requires_grad_()
+    arguments = (topk, num_tokens, 16, num_groups, group_topk)
+    expected, actual = host.group_limited_topk(scores, *arguments), ours.group_limited_topk(scores, *arguments)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(actual[0], scores), gradients(expected[0], scores), rtol=0, atol=0)
+
+
+def test_group_limited_topk_of_no_tokens() -> None:
+    """Theirs raises."""
+    probs, ids = ours.group_limited_topk(torch.zeros(0, 8), 2, 0, 8, 4, 2)
+    assert probs.shape == ids.shape == (0, 2)
+    assert ids.dtype == torch.int64
+
+
 # ---------------------------------------------------------------------------- balance
 
 

@@ -22,7 +22,8 @@ from moeroute import check
 from moeroute.interop import hosts
 from moeroute.memory import set_memory_pool
 from moeroute.ops.balance import router_z_loss, update_expert_bias
-from moeroute.ops.indices.op import plan_from_token_ids
+from moeroute.ops.gating.op import gating_topk
+from moeroute.ops.indices.op import plan_from_chunks, plan_from_token_ids
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor
 from moeroute.permutation import permute as permute_rows
@@ -118,6 +119,26 @@ def unpermute(
     return _weighted_sum(permuted_tokens, plan, probs)
 
 
+def sort_chunks_by_idxs(
+    input: Tensor, split_sizes: Tensor, sorted_idxs: Tensor, probs: Tensor | None = None, fused: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Chunks of rows in another order: chunk `sorted_idxs[i]` comes i-th.
+
+    Args:
+        input: [R, H], chunk by chunk; of any dtype.
+        split_sizes: [N] lengths of the chunks, which add up to R; on any device.
+        sorted_idxs: [N], a permutation; on any device.
+        probs: [R], of any float dtype.
+        fused: the same result.
+
+    Returns:
+        (the rows [R, H], their probs [R] or None).
+    """
+    split_sizes, sorted_idxs = split_sizes.to(input.device), sorted_idxs.to(input.device)
+    plan = plan_from_chunks(split_sizes, sorted_idxs, input.shape[0])
+    return permute_rows(input, plan), None if probs is None else permute_weights(probs.reshape(-1, 1), plan)
+
+
 def _weighted_sum(rows: Tensor, plan: RoutingPlan, probs: Tensor) -> Tensor:
     """In float64 where either is, as the host promotes."""
     if (rows.dtype is torch.float64) == (probs.dtype is torch.float64):
@@ -138,6 +159,30 @@ def _plan(routing_map: Tensor, num_out_tokens: int | Tensor | None, drop_and_pad
 
 def _as_map(routing_map: Tensor) -> Tensor:
     return routing_map if routing_map.dtype in _MAPS else routing_map.to(torch.bool)
+
+
+# ---------------------------------------------------------------------------- gating
+
+
+def group_limited_topk(
+    scores: Tensor, topk: int, num_tokens: int, num_experts: int, num_groups: int, group_topk: int
+) -> tuple[Tensor, Tensor]:
+    """The best experts of the best groups; a group is worth the sum of its `topk // group_topk` best scores.
+
+    Args:
+        scores: [T, E] float.
+        topk: experts of a token.
+        num_tokens: T.
+        num_experts: E.
+        num_groups: equal groups of neighbours.
+        group_topk: how many of the groups stay in.
+
+    Returns:
+        (scores [T, topk] in their dtype, expert ids int64 [T, topk]), best first, of equal scores the smaller id.
+    """
+    gating = gating_topk(scores.reshape(num_tokens, num_experts), topk, score="none", weights_dtype=scores.dtype,
+        num_groups=num_groups, topk_groups=group_topk, group_score=topk // group_topk)  # fmt: skip
+    return gating.weights, gating.expert_ids.to(torch.int64)
 
 
 # ---------------------------------------------------------------------------- balance
@@ -190,7 +235,15 @@ def get_updated_expert_bias(
 
 # ---------------------------------------------------------------------------- the host
 
-NAMES = ("permute", "unpermute", "get_capacity", "z_loss_func", "get_updated_expert_bias")
+NAMES = (
+    "permute",
+    "unpermute",
+    "sort_chunks_by_idxs",
+    "group_limited_topk",
+    "get_capacity",
+    "z_loss_func",
+    "get_updated_expert_bias",
+)
 
 
 class Patch:

@@ -129,7 +129,7 @@ def expected_from_map(
 def expected_from_fill(
     routing_map: Matrix,
     num_experts: int,
-    capacity: int,
+    capacity: int | None,
     expert_range: tuple[int, int] | None = None,
     drop: str = "position",
     weights: Matrix | None = None,
@@ -138,23 +138,24 @@ def expected_from_fill(
 ) -> Fields:
     lo, hi = expert_range or (0, num_experts)
     num_tokens = len(routing_map)
-    taken = []  # for each expert of the range its tokens in row order
+    taken, segments = [], []  # for each expert of the range its tokens in row order
     for e in range(lo, hi):
         true = [t for t in range(num_tokens) if routing_map[t][e]]
+        wanted = -(-len(true) // align) * align if capacity is None else capacity
+        segments.append(-(-wanted // align) * align)
         if drop == "weight":
             assert weights is not None
             column = [weights[t][e] for t in true]
             kept = assign_rows([0] * len(true), 0, 1, capacity, "weight", column)["row_of_slot"]
             true = [t for t, row in zip(true, kept, strict=True) if row >= 0]
         false = [t for t in range(num_tokens) if not routing_map[t][e]]
-        taken.append((true + false if len(true) < capacity else true)[: min(capacity, num_tokens)])
+        taken.append((true + false if len(true) < wanted else true)[:wanted])
     slots = [(t, lo + i) for t in range(num_tokens) for i in range(hi - lo) if t in taken[i]]
     rows: list[int] = []
     owners: list[int] = []
     for i, mine in enumerate(taken):
-        segment = -(-capacity // align) * align
-        rows += [slots.index((t, lo + i)) for t in mine] + [-1] * (segment - len(mine))
-        owners += [i] * segment
+        rows += [slots.index((t, lo + i)) for t in mine] + [-1] * (segments[i] - len(mine))
+        owners += [i] * segments[i]
     if num_rows is not None:
         rows, owners = (rows + [-1] * num_rows)[:num_rows], owners[:num_rows]
     return {
@@ -172,6 +173,19 @@ def expected_from_fill(
         "token_of_slot": [t for t, _ in slots],
         "num_tokens": num_tokens,
         "num_experts": num_experts,
+    }
+
+
+def sized(fields: Fields, num_slots: int) -> Fields:
+    """The same plan with so many slots: those behind belong to no token, rows of those that are cut off are padding."""
+    ends = [min(end, num_slots) for end in fields["slot_offsets"]]
+    spare = [-1] * (num_slots - len(fields["row_of_slot"]))
+    return fields | {
+        "row_of_slot": fields["row_of_slot"][:num_slots] + spare,
+        "expert_of_slot": fields["expert_of_slot"][:num_slots] + spare,
+        "token_of_slot": fields["token_of_slot"][:num_slots] + spare,
+        "slot_of_row": [slot if slot < num_slots else -1 for slot in fields["slot_of_row"]],
+        "slot_offsets": ends,
     }
 
 

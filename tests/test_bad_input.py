@@ -60,7 +60,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "expert_ids": IDS, "num_experts": None, "num_rows": None, "out": ints(S)}),
     "plan_from_routing_map": (moeroute.plan_from_routing_map, {
         "routing_map": MAP, "topk": None, "fill": False, "expert_range": None, "capacity": None, "drop": "position",
-        "pad_to_capacity": False, "align": 1, "num_rows": None, "check": False, "backend": None}),
+        "pad_to_capacity": False, "align": 1, "num_rows": None, "num_slots": None, "check": False, "backend": None}),
+    "plan_from_routing_map, aligned": (moeroute.plan_from_routing_map, {
+        "routing_map": MAP.int(), "fill": True, "align": 4, "num_rows": 20, "num_slots": 9}),
     "plan_from_routing_map, all": (moeroute.plan_from_routing_map, {
         "routing_map": MAP, "topk": K, "capacity": 2, "drop": "weight", "weights": ALL_WEIGHTS, "num_rows": R,
         "check": True, "out": ints(S)}),
@@ -311,7 +313,7 @@ def test_meta_tensors_give_shapes(name: str, grad: bool) -> None:
             moved["out"] = None
         if moved.get("num_rows", R) is None:
             if name == "plan_from_routing_map":
-                with pytest.raises(ValueError, match=r"topk \(or fill\) must be given for tensors on meta"):
+                with pytest.raises(ValueError, match=r"topk \(or num_slots\) must be given for tensors on meta"):
                     function(**moved)
                 return
             with pytest.raises(ValueError, match="num_rows must be given for tensors on meta"):

@@ -21,7 +21,7 @@ FLOATS = (torch.float32, *HALVES)
 INTEGERS = (
     torch.int32, torch.int64, torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32, torch.uint64
 )  # fmt: skip
-MAPS = (torch.bool, torch.int8, torch.uint8)
+MAPS = (torch.bool, torch.int8, torch.uint8, torch.int32)
 COPIED = (*FLOATS, torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 # ---------------------------------------------------------------------------- layouts

@@ -64,12 +64,18 @@ GOOD: dict[str, dict[str, Any]] = {
         "expert_ids": IDS, "weights": WEIGHTS, "num_experts": E, **SEGMENTS, "capacity": 2, "segment": 3, "align": 3,
         "num_rows": 8, "check": True},
     "plan_any_ids": {"expert_ids": IDS, "num_rows": None, "check": False},
-    "plan_routing_map": {"routing_map": MAP, "weights": None, **SEGMENTS, "topk": None, "fill": False, **NOTHING_GIVEN},
+    "plan_routing_map": {
+        "routing_map": MAP, "weights": None, **SEGMENTS, "topk": None, "fill": False, **NOTHING_GIVEN,
+        "num_slots": None},
     "plan_routing_map, table": {
-        "routing_map": MAP, "weights": LOGITS, **SEGMENTS, "topk": K, "fill": False, **NOTHING_GIVEN, "capacity": 1},
+        "routing_map": MAP, "weights": LOGITS, **SEGMENTS, "topk": K, "fill": False, **NOTHING_GIVEN, "capacity": 1,
+        "num_slots": None},
     "plan_routing_map, fill": {
         "routing_map": MAP, "weights": LOGITS, **SEGMENTS, "topk": None, "fill": True, "capacity": 2, "segment": 2,
-        "align": 1, "num_rows": 8, "check": False},
+        "align": 1, "num_rows": 8, "num_slots": None, "check": False},
+    "plan_routing_map, aligned": {
+        "routing_map": MAP.int(), "weights": None, **SEGMENTS, "topk": None, "fill": True, **NOTHING_GIVEN, "align": 4,
+        "num_slots": 5},
     "plan_row_of_slot": {
         "row_of_slot": PLAN.row_of_slot, "expert_of_slot": EXPERT_OF_SLOT, "num_rows": R, "first_row": 1},
     "plan_token_ids": {

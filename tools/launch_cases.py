@@ -265,7 +265,7 @@ def planning_cases() -> Iterator[Case]:
         on_triton_maps.plan_routing_map(
             matrix(TOKENS, experts, dtype, layout),
             None if weights is None else matrix(TOKENS, experts, weights, layout),
-            0, experts, None if fill else topk, fill, capacity, segment, align, num_rows,
+            0, experts, None if fill else topk, fill, capacity, segment, align, num_rows, None,
         )  # fmt: skip
 
     yield from over(

@@ -15,5 +15,5 @@ INTEGERS = (
     torch.uint32,
     torch.uint64,
 )
-MAPS = (torch.bool, torch.int8, torch.uint8)
+MAPS = (torch.bool, torch.int8, torch.uint8, torch.int32)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size: what copies without looking

@@ -177,11 +177,16 @@ def plan_checks(num_tokens: int, experts: int, topk: int, seed: int) -> Iterator
         {"capacity": capacity, "pad_to_capacity": True, "topk": topk},
         {"align": 4, "expert_range": (1, experts)},
         {"num_rows": num_tokens},
+        {"align": 8, "fill": True},
+        {"align": 4, "fill": True, "num_slots": num_tokens, "num_rows": 3 * num_tokens},
+        {"num_slots": 2 * num_tokens, "num_rows": num_tokens},
+        {"num_slots": num_tokens * experts},
     )
     for options in by_map:
         shown = {name: "..." if isinstance(value, Tensor) else value for name, value in options.items()}
         yield _check(f"plan_from_routing_map {shown}", moeroute.plan_from_routing_map, routing_map, **options)
     yield _check("plan_from_routing_map uint8", moeroute.plan_from_routing_map, routing_map.to(torch.uint8))
+    yield _check("plan_from_routing_map int32", moeroute.plan_from_routing_map, routing_map.int() << 20)
 
     rows = torch.randint(-3, num_tokens * topk + 3, (num_tokens, topk), generator=generator)
     yield _check("plan_from_row_of_slot", moeroute.plan_from_row_of_slot, rows, num_tokens, num_tokens, first_row=2)

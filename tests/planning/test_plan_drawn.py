@@ -19,6 +19,7 @@ from plans_by_hand import (
     expected_from_map,
     fields_of,
     offsets_of,
+    sized,
 )
 from strategies import BACKENDS
 
@@ -87,7 +88,7 @@ def map_cases(draw: st.DrawFn) -> MapCase:
 @given(
     map_cases(),
     st.none() | st.integers(0, 4),
-    st.sampled_from([torch.bool, torch.int8, torch.uint8]),
+    st.sampled_from([torch.bool, torch.int8, torch.uint8, torch.int32]),
     st.sampled_from(WEIGHT_DTYPES),
     BACKENDS,
 )
@@ -116,6 +117,32 @@ def test_fill_drawn(case: MapCase, weight_dtype: torch.dtype, names: tuple[str, 
     tensor = torch.tensor(routing_map).reshape(shape).to(torch.bool)
     for name in names:
         check_plan(plan_from_routing_map(tensor, fill=True, backend=name, **call), expected)
+
+
+@given(map_cases(), st.integers(0, 40), BACKENDS)
+@settings(max_examples=100)
+def test_given_number_of_slots_drawn(case: MapCase, num_slots: int, names: tuple[str, ...]) -> None:
+    routing_map, num_experts, drawn = case
+    shape = (len(routing_map), num_experts)
+    expected = sized(expected_from_map(routing_map, num_experts, None, **drawn), num_slots)
+    call = call_options(drawn, torch.float32, shape)
+    tensor = torch.tensor(routing_map, dtype=torch.bool).reshape(shape)
+    for name in names:
+        check_plan(plan_from_routing_map(tensor, num_slots=num_slots, backend=name, **call), expected)
+
+
+@given(map_cases(), st.sampled_from([2, 3, 4, 8]), st.none() | st.integers(0, 60), BACKENDS)
+@settings(max_examples=150)
+def test_fill_to_alignment_drawn(case: MapCase, align: int, num_slots: int | None, names: tuple[str, ...]) -> None:
+    routing_map, num_experts, drawn = case
+    shape = (len(routing_map), num_experts)
+    call = {name: drawn[name] for name in ("expert_range", "num_rows")} | {"align": align}
+    expected = expected_from_fill(routing_map, num_experts, None, **call)
+    if num_slots is not None:
+        expected = sized(expected, num_slots)
+    tensor = torch.tensor(routing_map, dtype=torch.int32).reshape(shape)
+    for name in names:
+        check_plan(plan_from_routing_map(tensor, fill=True, num_slots=num_slots, backend=name, **call), expected)
 
 
 @given(

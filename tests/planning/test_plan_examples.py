@@ -114,3 +114,33 @@ def test_chunks_in_another_order(subtests: pytest.Subtests, backend: str) -> Non
     assert chunked.slot_of_row.tolist() == segments.slot_of_row.tolist()
     nothing = plan_from_chunks(lengths[:0], order[:0], 0, backend=backend)
     assert (nothing.num_slots, nothing.num_rows) == (0, 0)
+
+
+def test_fill_to_a_multiple(backend: str) -> None:
+    """Megatron's pad_routing_map: the first false tokens of an expert become true up to a multiple of `align`."""
+    routing_map = torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.int32)
+    plan = plan_from_routing_map(routing_map, fill=True, align=4, backend=backend)
+    assert plan.token_of_row.reshape(2, 4).tolist() == [[0, 2, 3, 1], [1, 0, 2, 3]]
+    assert present(plan.rows_per_expert).tolist() == [4, 4, 0]
+    ones = routing_map.clone()
+    for expert in range(3):
+        missing = -int(ones[:, expert].sum()) % 4
+        ones[(ones[:, expert] == 0).nonzero()[:missing, 0], expert] = 1
+    assert present(plan.slot_offsets).tolist() == [0, *ones.sum(dim=1).cumsum(0).tolist()]
+    assert present(plan.expert_of_slot).tolist() == ones.nonzero()[:, 1].tolist()
+    short = plan_from_routing_map(routing_map[:3], fill=True, align=4, backend=backend)
+    assert short.token_of_row.reshape(2, 4).tolist() == [[0, 2, 1, -1], [1, 0, 2, -1]]
+    assert present(short.tokens_per_expert).tolist() == [3, 3, 0]
+
+
+def test_the_caller_knows_the_number_of_slots(backend: str) -> None:
+    routing_map = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.uint8)
+    more = plan_from_routing_map(routing_map, num_slots=8, backend=backend)
+    assert more.row_of_slot.tolist() == [0, 2, 4, 1, 3, 5, -1, -1]
+    assert more.token_of_slot.tolist() == [0, 0, 1, 3, 3, 3, -1, -1]
+    fewer = plan_from_routing_map(routing_map, num_slots=4, backend=backend)
+    assert fewer.row_of_slot.tolist() == [0, 2, 4, 1]
+    assert fewer.slot_of_row.tolist() == [0, 3, 1, -1, 2, -1]
+    assert present(fewer.slot_offsets).tolist() == [0, 2, 3, 3, 4]
+    known = plan_from_routing_map(routing_map.to("meta"), num_slots=8, num_rows=6, backend="reference")
+    assert (known.num_slots, known.num_rows) == (8, 6)

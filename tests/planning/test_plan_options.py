@@ -60,6 +60,9 @@ def all_plans(backend: str) -> Iterator[RoutingPlan]:
     yield plan_from_routing_map(routing_map, fill=True, capacity=14, num_rows=200, backend=backend)
     yield plan_from_routing_map(routing_map, fill=True, capacity=11, drop="weight", weights=weights, backend=backend)
     yield plan_from_routing_map(routing_map, fill=True, capacity=50, align=8, num_rows=999, backend=backend)
+    yield plan_from_routing_map(routing_map, fill=True, align=8, backend=backend)
+    yield plan_from_routing_map(routing_map, num_slots=300, backend=backend)
+    yield plan_from_routing_map(routing_map, num_slots=150, num_rows=180, backend=backend)
     rows = draw(-2, 70, 30, 3)
     yield plan_from_row_of_slot(rows, 30, 60, first_row=2, expert_of_slot=rows, backend=backend)
     yield plan_from_token_ids(draw(-1, 12, 80), 11, rows=draw(-1, 90, 80), num_rows=84, num_experts=7, backend=backend)
@@ -242,6 +245,12 @@ OUT_CASES = {
         fill=True,
         out=out,
         backend=backend,
+    ),
+    "sized": lambda out, backend: plan_from_routing_map(
+        torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool), num_slots=6, out=out, backend=backend
+    ),
+    "filled to a multiple": lambda out, backend: plan_from_routing_map(
+        torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.int32), fill=True, align=2, out=out, backend=backend
     ),
     "rows": lambda out, backend: plan_from_row_of_slot(
         torch.tensor([[3, -1], [9, 4], [5, 2]]), 3, 4, first_row=2, out=out, backend=backend

@@ -28,9 +28,11 @@ def test_opcheck(backend: str, empty: bool) -> None:
         (ops.plan_expert_ids, (ids, None, 3, 0, 3, None, None, 1, None, False, backend)),
         (ops.plan_expert_ids, (ids.int(), weights, 3, 1, 3, 1, 2, 2, 5, True, backend)),
         (ops.plan_any_ids, (ids, None, False, backend)),
-        (ops.plan_routing_map, (routing_map, None, 0, 3, None, False, None, None, 1, None, False, backend)),
-        (ops.plan_routing_map, (routing_map, map_weights, 0, 3, 2, False, 1, None, 4, None, False, backend)),
-        (ops.plan_routing_map, (routing_map, map_weights, 0, 3, None, True, 2, 2, 1, 6, True, backend)),
+        (ops.plan_routing_map, (routing_map, None, 0, 3, None, False, None, None, 1, None, None, False, backend)),
+        (ops.plan_routing_map, (routing_map, map_weights, 0, 3, 2, False, 1, None, 4, None, None, False, backend)),
+        (ops.plan_routing_map, (routing_map, map_weights, 0, 3, None, True, 2, 2, 1, 6, None, True, backend)),
+        (ops.plan_routing_map, (routing_map.int(), None, 0, 3, None, True, None, None, 4, None, None, True, backend)),
+        (ops.plan_routing_map, (routing_map, None, 0, 3, None, False, None, None, 1, 4, 7, False, backend)),
         (ops.plan_row_of_slot, (flat, flat, 4, 1, backend)),
         (ops.plan_token_ids, (flat, flat, num_tokens, 6, 2, backend)),
         (ops.plan_chunks, (ids, None, 4, backend)),
@@ -57,6 +59,9 @@ def every_constructor(ids: Tensor, routing_map: Tensor, backend: str | None) -> 
     yield plan_from_routing_map(routing_map, backend=backend)
     yield plan_from_routing_map(routing_map, topk=2, backend=backend)
     yield plan_from_routing_map(routing_map, fill=True, capacity=3, backend=backend)
+    yield plan_from_routing_map(routing_map.int(), fill=True, align=3, backend=backend)
+    yield plan_from_routing_map(routing_map, fill=True, align=3, num_slots=7, num_rows=11, backend=backend)
+    yield plan_from_routing_map(routing_map, num_slots=2 * num_tokens, backend=backend)
     yield plan_from_segments(ids, 3 * num_tokens, backend=backend)
     yield plan_from_chunks(ids[:, 0], ids[:, 1], 3 * num_tokens, backend=backend)
 

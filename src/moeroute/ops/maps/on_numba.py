@@ -18,6 +18,7 @@ from moeroute.ops.planning.on_numba import (
     address,
     assign_rows,
     chunks_for,
+    given,
     keep_heavy,
     row_of_slot_target,
 )
@@ -114,7 +115,8 @@ def table(
 #
 # `trues` is int64 [chunks + 1, E]: first how many true entries of each expert chunk c of the tokens
 # has, then how many the chunks before it have; the last row the number of all. `first_slots` int64
-# [chunks]: the first slot of each chunk.
+# [chunks]: the first slot of each chunk. `takes` int64 [E]: how many tokens each expert takes;
+# `starts` int64 [E + 1]: its first row.
 
 
 @kernel()
@@ -145,17 +147,21 @@ def count_fill(
 def add_up_fill(
     trues: int64_ptr,
     first_slots: int64_ptr,
+    takes: int64_ptr,
+    starts: int64_ptr,
     tokens: int64_ptr,
     rows: int64_ptr,
     experts: int64,
-    taken: int64,
+    capacity: int64,
     segment: int64,
+    align: int64,
     num_tokens: int64,
     num_rows: int64,
     lo: int64,
     hi: int64,
-):
-    """items: the chunks."""
+) -> int64:
+    """items: the chunks. Returns the number of slots. -1 for an option: it is not given."""
+    start, all_slots = int64(0), int64(0)
     for e in range(experts):
         total = int64(0)
         for c in range(hi):
@@ -163,17 +169,23 @@ def add_up_fill(
             trues[c * experts + e] = total
             total += count
         trues[hi * experts + e] = total
-        start = min(e * segment, num_rows)
-        tokens[e] = min(taken, num_rows - start)
-        rows[e] = min(segment, num_rows - start)
+        length = segment if segment >= 0 else (total + align - 1) // align * align
+        taken = min(length if capacity < 0 else capacity, num_tokens)
+        takes[e], starts[e] = taken, start
+        room = max(num_rows - start, int64(0)) if num_rows >= 0 else length
+        tokens[e], rows[e] = min(taken, room), min(length, room)
+        start += length
+        all_slots += taken
+    starts[experts] = start
     for c in range(hi):
         before = c * num_tokens // hi  # tokens in front of the chunk
         slots = int64(0)
         for e in range(experts):
-            kept = min(trues[hi * experts + e], taken)
+            kept = min(trues[hi * experts + e], takes[e])
             true = trues[c * experts + e]
-            slots += min(true, kept) + min(before - true, taken - kept)
+            slots += min(true, kept) + min(before - true, takes[e] - kept)
         first_slots[c] = slots
+    return all_slots
 
 
 @kernel()
@@ -184,13 +196,13 @@ def fill(
     expert_of_slot: int32_ptr,
     trues: int64_ptr,
     first_slots: int64_ptr,
+    takes: int64_ptr,
+    starts: int64_ptr,
     true_offsets: int32_ptr,
     true_experts: int32_ptr,
     true_ids: int32_ptr,
     first_expert: int64,
     last_expert: int64,
-    taken: int64,
-    segment: int64,
     num_tokens: int64,
     num_rows: int64,
     chunks: int64,
@@ -210,6 +222,7 @@ def fill(
                 # One that was dropped for its weight counts as false here; its expert takes no false one.
                 chosen = s < end and true_experts[s] == expert and true_ids[s] == expert
                 true = trues[c * experts + e]
+                taken = takes[e]
                 kept = min(trues[chunks * experts + e], taken)
                 place = int64(-1)
                 if chosen:
@@ -219,7 +232,7 @@ def fill(
                 elif t - true < taken - kept:
                     place = kept + t - true
                 if place >= 0:
-                    row = e * segment + place
+                    row = starts[e] + place
                     row_of_slot[slot] = np.int32(row) if row < num_rows else NONE
                     expert_of_slot[slot] = np.int32(expert)
                     if row < num_rows:
@@ -228,10 +241,10 @@ def fill(
         if c == chunks - 1:
             slot_offsets[num_tokens] = np.int32(slot)
         for e in range(c * experts // chunks, (c + 1) * experts // chunks):
-            for row in range(min(e * segment + taken, num_rows), min((e + 1) * segment, num_rows)):
+            for row in range(min(starts[e] + takes[e], num_rows), min(starts[e + 1], num_rows)):
                 slot_of_row[row] = NONE
     if hi == chunks:
-        for row in range(min(experts * segment, num_rows), num_rows):
+        for row in range(min(starts[experts], num_rows), num_rows):
             slot_of_row[row] = NONE
 
 
@@ -249,6 +262,7 @@ def plan_routing_map(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    num_slots: int | None,
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
@@ -264,18 +278,18 @@ def plan_routing_map(
         routing_map=map_at,
         num_experts=num_experts,
     )
-    num_slots = offsets(
+    num_true = offsets(
         None,
         items=num_tokens,
         work=0,
         slot_offsets=offsets_at,
     )
-    check.at_most_slots(num_slots)
-    expert_of_slot = memory.empty((num_slots,), torch.int32)
+    check.at_most_slots(num_true)
+    expert_of_slot = memory.empty((num_true,), torch.int32)
     slot_weights = None
     if weights is not None:
         weights = weights.float()
-        slot_weights = memory.empty((num_slots,), torch.float32)
+        slot_weights = memory.empty((num_true,), torch.float32)
     words = map_at if num_experts % 8 == 0 and map_at % 8 == 0 else 0
     true_entries(
         None,
@@ -293,15 +307,19 @@ def plan_routing_map(
     if slot_weights is not None and capacity is not None:
         ids = keep_heavy(ids, slot_weights, first_expert, last_expert, capacity)
     if fill:
-        return _fill_experts(
-            slot_offsets, expert_of_slot, ids, first_expert, last_expert, capacity, segment, num_rows, out
-        )
-    ragged = out if topk is None else None
+        found = _fill_experts(
+            slot_offsets, expert_of_slot, ids, first_expert, last_expert, capacity, segment, align, num_rows,
+            out if num_slots is None else None,
+        )  # fmt: skip
+        return found if num_slots is None else _resized(*found, num_slots, out)
+    ragged = out if topk is None and num_slots is None else None
     if ragged is not None:
-        check.one_slot_each(ragged, num_slots)
+        check.one_slot_each(ragged, num_true)
     row_of_slot, slot_of_row, tokens, rows = assign_rows(
         ids, first_expert, last_expert, capacity, segment, align, num_rows, ragged
     )
+    if num_slots is not None:
+        return _resized(row_of_slot, slot_of_row, slot_offsets, expert_of_slot, tokens, rows, num_slots, out)
     if topk is None:
         return row_of_slot, slot_of_row, slot_offsets, expert_of_slot, tokens, rows
     table_row = row_of_slot_target(out, num_tokens * topk)
@@ -321,29 +339,45 @@ def plan_routing_map(
     return table_row, slot_of_row, None, table_expert, tokens, rows
 
 
+def _resized(
+    row_of_slot: Tensor,
+    slot_of_row: Tensor,
+    slot_offsets: Tensor,
+    expert_of_slot: Tensor,
+    tokens: Tensor,
+    rows: Tensor | None,
+    num_slots: int,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """So many slots: -1 behind the last one, and rows of those that are cut off become padding."""
+    cut = row_of_slot[num_slots:]
+    slot_of_row[cut[cut >= 0]] = -1
+    sized = row_of_slot_target(out, num_slots), memory.empty((num_slots,), torch.int32)
+    for new, old in zip(sized, (row_of_slot, expert_of_slot), strict=True):
+        new[: old.shape[0]] = old[:num_slots]
+        new[old.shape[0] :] = -1
+    return sized[0], slot_of_row, slot_offsets.clamp_(max=num_slots), sized[1], tokens, rows
+
+
 def _fill_experts(
     true_offsets: Tensor,
     true_experts: Tensor,
     true_ids: Tensor,
     first_expert: int,
     last_expert: int,
-    capacity: int,
-    segment: int,
-    num_rows: int,
+    capacity: int | None,
+    segment: int | None,
+    align: int,
+    num_rows: int | None,
     out: Tensor | None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_tokens, experts = true_offsets.shape[0] - 1, last_expert - first_expert
-    taken = min(capacity, num_tokens)
-    num_slots = experts * taken
     work = num_tokens * experts
     chunks = chunks_for(work, experts)
     trues = torch.empty((chunks + 1, experts), dtype=torch.int64, device=CPU)
     first_slots = torch.empty(chunks, dtype=torch.int64, device=CPU)
-    tokens = torch.empty(experts, dtype=torch.int64, device=CPU)
-    rows = torch.empty(experts, dtype=torch.int64, device=CPU)
-    row_of_slot = row_of_slot_target(out, num_slots)
-    expert_of_slot = memory.empty((num_slots,), torch.int32)
-    slot_of_row = memory.empty((num_rows,), torch.int32)
+    tokens, rows, takes = (torch.empty(experts, dtype=torch.int64, device=CPU) for _ in range(3))
+    starts = torch.empty(experts + 1, dtype=torch.int64, device=CPU)
     slot_offsets = torch.empty(num_tokens + 1, dtype=torch.int32, device=CPU)
     count_fill(
         None,
@@ -357,20 +391,32 @@ def _fill_experts(
         num_tokens=num_tokens,
         chunks=chunks,
     )
-    add_up_fill(
+    num_slots = add_up_fill(
         None,
         items=chunks,
         work=0,
         trues=trues.data_ptr(),
         first_slots=first_slots.data_ptr(),
+        takes=takes.data_ptr(),
+        starts=starts.data_ptr(),
         tokens=tokens.data_ptr(),
         rows=rows.data_ptr(),
         experts=experts,
-        taken=taken,
-        segment=segment,
+        capacity=given(capacity),
+        segment=given(segment),
+        align=align,
         num_tokens=num_tokens,
-        num_rows=num_rows,
+        num_rows=given(num_rows),
     )
+    check.at_most_slots(num_slots)
+    if num_rows is None:
+        num_rows = int(starts[-1])
+        check.at_most_rows(num_rows)
+    if out is not None:
+        check.one_slot_each(out, num_slots)
+    row_of_slot = row_of_slot_target(out, num_slots)
+    expert_of_slot = memory.empty((num_slots,), torch.int32)
+    slot_of_row = memory.empty((num_rows,), torch.int32)
     fill(
         None,
         items=chunks,
@@ -381,13 +427,13 @@ def _fill_experts(
         expert_of_slot=expert_of_slot.data_ptr(),
         trues=trues.data_ptr(),
         first_slots=first_slots.data_ptr(),
+        takes=takes.data_ptr(),
+        starts=starts.data_ptr(),
         true_offsets=true_offsets.data_ptr(),
         true_experts=true_experts.data_ptr(),
         true_ids=true_ids.data_ptr(),
         first_expert=first_expert,
         last_expert=last_expert,
-        taken=taken,
-        segment=segment,
         num_tokens=num_tokens,
         num_rows=num_rows,
         chunks=chunks,

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moeroute import check
-from moeroute.ops.planning.on_triton import add_up_blocks, add_up_experts, clear, nothing
+from moeroute.ops.planning.on_triton import add_up_blocks, add_up_experts, clear, given, nothing
 from moeroute.ops.planning.triton_sort import PIECE, WARPS, empty_like, heaviest
 from moeroute.ops.triton_kit import INTERPRETED, launch, power_of_two, programs, tile_rows
 
@@ -66,10 +66,18 @@ def column_places(true, before, totals, at, e, t, num_experts, FILL: tl.constexp
     return place
 
 
-@triton.jit(do_not_specialize=["first", "last", "num_tokens", "num_experts", "taken", "topk"])
+@triton.jit
+def tokens_taken(totals, e, inside, taken, align, num_tokens):
+    """How many tokens each expert takes: `taken`, or where that is -1 its true ones, up to a multiple of `align`."""
+    total = tl.load(totals + e, mask=inside, other=0).to(tl.int64)
+    aligned = tl.minimum((total + align - 1) // align * align, num_tokens.to(tl.int64))
+    return tl.where(taken >= 0, taken.to(tl.int64), aligned)
+
+
+@triton.jit(do_not_specialize=["first", "last", "num_tokens", "num_experts", "taken", "align", "topk", "num_slots"])
 def deal_map(
     row_of_slot, expert_of_slot, slot_of_row, slot_offsets, routing_map, stays_map, before, totals, starts, tokens,
-    first, last, num_tokens, num_experts, taken, topk,
+    first, last, num_tokens, num_experts, taken, align, topk, num_slots,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, STAYS: tl.constexpr, FILL: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
@@ -89,21 +97,22 @@ def deal_map(
             if FILL:
                 inside = (e >= first) & (e < last)
                 place = column_places(true, before, totals, line, e, t, num_experts, FILL)
-                selected = (place < taken) & inside[None, :] & (t[:, None] < num_tokens)
+                take = tokens_taken(totals, e, inside, taken, align, num_tokens)
+                selected = (place < take[None, :]) & inside[None, :] & (t[:, None] < num_tokens)
                 slots += tl.sum(selected.to(tl.int32), axis=1)
                 true_before = tl.load(before + line + e, mask=inside, other=0).to(tl.int64)
-                true_taken = tl.minimum(tl.load(totals + e, mask=inside, other=0), taken)
+                true_taken = tl.minimum(tl.load(totals + e, mask=inside, other=0), take)
                 taken_before = tl.minimum(true_before, true_taken)
-                taken_before += tl.minimum(block * TOKENS - true_before, taken - true_taken)
+                taken_before += tl.minimum(block * TOKENS - true_before, take - true_taken)
                 slots_before += tl.where(inside, taken_before, 0)
             else:
                 slots += tl.sum(true, axis=1)
                 slots_before += tl.load(before + line + e, mask=e < num_experts, other=0)
-        offset = tl.sum(slots_before, axis=0).to(tl.int32) + tl.cumsum(slots, axis=0)
+        end = tl.sum(slots_before, axis=0) + tl.cumsum(slots, axis=0)
+        offset = tl.minimum(end - slots, num_slots).to(tl.int32)
         if block == 0:
             tl.store(slot_offsets, 0)
-        tl.store(slot_offsets + 1 + t, offset, mask=t < num_tokens)
-        offset -= slots
+        tl.store(slot_offsets + 1 + t, tl.minimum(end, num_slots).to(tl.int32), mask=t < num_tokens)
     number = tl.zeros((TOKENS,), tl.int32)
     for tile in range(0, num_experts, EXPERTS):
         e = tile + tl.arange(0, EXPERTS)
@@ -116,7 +125,8 @@ def deal_map(
             kept_at = line + num_experts
         place = column_places(stays, before, totals, kept_at, e, t, num_experts, FILL)
         if FILL:
-            true = ((place < taken) & inside[None, :] & (t[:, None] < num_tokens)).to(tl.int32)
+            take = tokens_taken(totals, e, inside, taken, align, num_tokens)
+            true = ((place < take[None, :]) & inside[None, :] & (t[:, None] < num_tokens)).to(tl.int32)
             stays = true
         room = tl.load(tokens + e - first, mask=inside, other=0).to(tl.int32)
         live = (stays != 0) & (place < room[None, :])
@@ -126,6 +136,8 @@ def deal_map(
         owned = true != 0
         if TABLE:
             owned = owned & (ordinal < topk)
+        else:
+            owned = owned & (ordinal < num_slots - offset[:, None])
         tl.store(row_of_slot + slot, tl.where(live, row, -1), mask=owned)
         tl.store(expert_of_slot + slot, tl.broadcast_to(e[None, :], (TOKENS, EXPERTS)), mask=owned)
         tl.store(slot_of_row + row, slot, mask=owned & live)
@@ -153,6 +165,7 @@ def plan_routing_map(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    num_slots: int | None,
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
@@ -189,28 +202,34 @@ def plan_routing_map(
         **tile,
     )
     before, totals = add_up_blocks(counts)
-    taken = min(capacity or 0, num_tokens) if fill else None
+    taken = min(capacity, num_tokens) if fill and capacity is not None else None
+    aligned = fill and taken is None
     starts, tokens, rows, sizes = add_up_experts(
-        totals, width - num_experts + first_expert, experts, num_experts, taken, capacity, segment, align, num_rows
-    )
+        totals, width - num_experts + first_expert, experts, num_experts, taken, capacity, segment, align, num_rows,
+        most=num_tokens if aligned else None,
+    )  # fmt: skip
+    sized = num_slots is not None
     if topk is not None:
         num_slots = num_tokens * topk
     elif taken is not None:
         num_slots = experts * taken
     needed_rows = num_rows
-    if num_rows is None or (topk is None and not fill):
-        needed_rows, true_entries_found = sizes.tolist()
-        if topk is None and not fill:
-            num_slots = true_entries_found
+    if num_rows is None or num_slots is None:
+        needed_rows, true_entries_found, filled_up = sizes.tolist()
+        if num_slots is None:
+            num_slots = filled_up if aligned else true_entries_found
     check.at_most_slots(num_slots)
     if out is not None:
         check.one_slot_each(out, num_slots)
     if num_rows is None:
         num_rows = needed_rows
         check.at_most_rows(num_rows)
-        slot_of_row = nothing(chosen, num_rows) if padded or topk is not None else empty_like(chosen, num_rows)
+        slot_of_row = nothing(chosen, num_rows) if padded or sized or topk is not None else empty_like(chosen, num_rows)
     row_of_slot = empty_like(chosen, num_slots) if out is None else out
     expert_of_slot = empty_like(chosen, num_slots)
+    if sized:
+        row_of_slot.fill_(-1)
+        expert_of_slot.fill_(-1)
     slot_offsets = empty_like(chosen, num_tokens + 1) if topk is None else None
     launch(
         deal_map,
@@ -229,8 +248,10 @@ def plan_routing_map(
         last=last_expert,
         num_tokens=num_tokens,
         num_experts=num_experts,
-        taken=taken or 0,
+        taken=given(taken),
+        align=align,
         topk=topk or 0,
+        num_slots=num_slots,
         warps=MAP_WARPS,
         spare=True,
         FILL=fill,

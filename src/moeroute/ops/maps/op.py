@@ -24,6 +24,8 @@ from moeroute.ops.planning.common import (
 from moeroute.ops.register import register
 from moeroute.plan import RoutingPlan, make_plan
 
+DTYPES = "bool, int8, uint8 or int32"
+
 
 def plan_from_routing_map(
     routing_map: Tensor,
@@ -37,13 +39,14 @@ def plan_from_routing_map(
     pad_to_capacity: bool = False,
     align: int = 1,
     num_rows: int | None = None,
+    num_slots: int | None = None,
     check: bool = False,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> RoutingPlan:
     """The plan for a map [T, E] that is true where a token goes to an expert.
 
-    `routing_map` is bool, int8 or uint8 (any byte but 0 is true), of any strides; tokens may have
+    `routing_map` is bool, int8, uint8 or int32 (any value but 0 is true), of any strides; tokens may have
     different numbers of experts, none included. The true entries are the slots, token by token and
     inside a token by expert; rows are grouped by expert, ascending, inside an expert by token.
 
@@ -59,7 +62,7 @@ def plan_from_routing_map(
     `expert_range`, `capacity`, `drop`, `pad_to_capacity`, `align`, `num_rows` and `backend` are those
     of `plan_from_expert_ids`; `weights` is [T, E] here. True entries of experts outside the range,
     and dropped ones, stay slots, without a row. S is read back from the data, like R, except with
-    `topk` or `fill`.
+    `topk`, with `fill` and a capacity, and with `num_slots`.
 
     - `topk`: every token owns exactly `topk` slots, its first true entries and then unused ones
       (expert -1, row -1); S = T * topk is known. A token with more true entries loses the later
@@ -83,6 +86,24 @@ def plan_from_routing_map(
       >>> plan.expert_of_slot.tolist(), plan.slot_offsets.tolist()
       ([0, 1, 2, 0, 1, 2, 0, 1, 2], [0, 3, 6, 6, 9])
 
+    - `fill=True` with `align` and no capacity (Megatron's `pad_routing_map`): every expert takes its true tokens
+      and then its first false ones up to a multiple of `align`. Where there are too few tokens it takes all, and
+      the other rows of the multiple are padding. An expert without true tokens takes none.
+
+      >>> plan = plan_from_routing_map(routing_map, fill=True, align=3)
+      >>> plan.token_of_row.reshape(3, 3).tolist(), plan.num_slots
+      ([[0, 3, 1], [0, 3, 1], [1, 3, 0]], 9)
+      >>> plan_from_routing_map(routing_map, fill=True, align=8).slot_of_row.reshape(3, 8)[0].tolist()
+      [0, 9, 3, 6, -1, -1, -1, -1]
+
+    - `num_slots`: S, where the caller knows it (together with `num_rows` nothing is read back). Slots behind the
+      last true entry belong to no token. True entries from the `num_slots`-th on have no slot; their rows are zero,
+      as with `topk`.
+
+      >>> plan = plan_from_routing_map(routing_map, num_slots=7, num_rows=6)
+      >>> plan.row_of_slot.tolist(), plan.slot_offsets.tolist()
+      ([0, 2, 4, 1, 3, 5, -1], [0, 2, 3, 3, 6])
+
     - `check=True` reads the map: ValueError for a value other than 0 and 1, and for a token with more
       than `topk` true entries.
 
@@ -91,7 +112,7 @@ def plan_from_routing_map(
     operator = "plan_from_routing_map"
     checks.tensor(operator, "routing_map", routing_map)
     if routing_map.dtype not in MAPS:
-        raise checks.wrong_dtype(operator, "routing_map", "bool, int8 or uint8", routing_map)
+        raise checks.wrong_dtype(operator, "routing_map", DTYPES, routing_map)
     if routing_map.dim() != 2:
         raise checks.wrong_shape(operator, "routing_map", "[T, E]", routing_map)
     num_tokens, num_experts = routing_map.shape
@@ -102,7 +123,9 @@ def plan_from_routing_map(
     checks.integer(operator, "align", align, 1, LARGEST)
     checks.one_of(operator, "drop", drop, DROPS)
     capacity = optional_integer(operator, "capacity", capacity)
-    pad = checks.flag(operator, "pad_to_capacity", pad_to_capacity) | checks.flag(operator, "fill", fill)
+    checks.flag(operator, "fill", fill)
+    aligned = fill and capacity is None and align > 1
+    pad = checks.flag(operator, "pad_to_capacity", pad_to_capacity) or (fill and not aligned)
     checks.flag(operator, "check", check)
     if fill and topk is not None:
         raise checks.wrong_value(operator, "topk", "None with fill", topk)
@@ -117,12 +140,14 @@ def plan_from_routing_map(
     dtype = None if weights is None else weights.dtype
     chosen = dispatch.choose(operator, backend, routing_map.device, dtype)
     routing_map = routing_map.contiguous()
-    options = (first, last, topk, fill, capacity, segment, align, num_rows, check, chosen)
-    num_slots = None if topk is None else num_tokens * topk
-    if fill and capacity is not None:
+    num_slots = _size_option(operator, num_slots, topk, fill, capacity)
+    options = (first, last, topk, fill, capacity, segment, align, num_rows, num_slots, check, chosen)
+    if topk is not None:
+        num_slots = num_tokens * topk
+    elif fill and capacity is not None:
         num_slots = (last - first) * min(capacity, num_tokens)
     if routing_map.is_meta and (num_slots is None or num_rows is None):
-        raise no_data(operator, "topk (or fill)" if num_slots is None else "num_rows")
+        raise no_data(operator, "topk (or num_slots)" if num_slots is None else "num_rows")
     out, into, (routing_map, weights) = destination(operator, out, num_slots, routing_map, weights)
     if out is not None or dispatch.plain(routing_map, weights):
         found = _map_operator(routing_map, weights, *options, out=into)
@@ -147,6 +172,14 @@ def plan_from_routing_map(
 
 
 # ---------------------------------------------------------------------------- checks
+
+
+def _size_option(
+    operator: str, num_slots: int | None, topk: int | None, fill: bool, capacity: int | None
+) -> int | None:
+    if num_slots is not None and (topk is not None or (fill and capacity is not None)):
+        raise checks.wrong_value(operator, "num_slots", "None with topk, and with fill and a capacity", num_slots)
+    return optional_integer(operator, "num_slots", num_slots)
 
 
 def _refuse_map(routing_map: Tensor, topk: int | None) -> None:
@@ -183,6 +216,7 @@ def _map_operator(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    num_slots: int | None,
     check: bool,
     backend: str,
     *,
@@ -190,9 +224,12 @@ def _map_operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if check:
         _refuse_map(routing_map, topk)
+    if routing_map.element_size() > 1:  # kernels read bytes
+        routing_map = routing_map != 0
     row_of_slot, slot_of_row, offsets, experts, tokens, rows = dispatch.module("maps", backend).plan_routing_map(
-        routing_map, weights, first_expert, last_expert, topk, fill, capacity, segment, align, num_rows, out=out
-    )
+        routing_map, weights, first_expert, last_expert, topk, fill, capacity, segment, align, num_rows, num_slots,
+        out=out,
+    )  # fmt: skip
     return (
         row_of_slot,
         slot_of_row,
@@ -214,22 +251,25 @@ def _registered_map(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    num_slots: int | None,
     check: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operator = "plan_routing_map"
     checks.shaped(operator, "routing_map", routing_map, (None, None))
     if routing_map.dtype not in MAPS:
-        raise checks.wrong_dtype(operator, "routing_map", "bool, int8 or uint8", routing_map)
+        raise checks.wrong_dtype(operator, "routing_map", DTYPES, routing_map)
     weights = checked_weights(operator, weights, "routing_map", routing_map)
     num_tokens, num_experts = routing_map.shape
     check_segments(operator, first_expert, last_expert, num_experts, capacity, segment, align, num_rows)
     if topk is not None:
         checks.integer(operator, "topk", topk, 0, LARGEST // max(num_tokens, 1))
+    num_slots = _size_option(operator, num_slots, topk, fill, capacity)
     if fill:
-        for name, option in (("capacity", capacity), ("segment", segment), ("num_rows", num_rows)):
-            if option is None:
-                raise checks.wrong_value(operator, name, "given with fill", None)
+        if (capacity is None) != (segment is None):
+            raise checks.wrong_value(operator, "segment", "given with fill where capacity is, and only there", segment)
+        if capacity is not None and num_rows is None:
+            raise checks.wrong_value(operator, "num_rows", "given with fill and a capacity", None)
         if topk is not None:
             raise checks.wrong_value(operator, "topk", "None with fill", topk)
     dispatch.choose(operator, backend, routing_map.device, None if weights is None else weights.dtype)
@@ -244,6 +284,7 @@ def _registered_map(
         segment,
         align,
         num_rows,
+        num_slots,
         check,
         backend,
     )
@@ -260,6 +301,7 @@ def _map_fake(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    num_slots: int | None,
     check: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -268,7 +310,7 @@ def _map_fake(
         num_slots = num_tokens * topk
     elif fill and capacity is not None:
         num_slots = experts * torch.sym_min(capacity, num_tokens)
-    else:
+    elif num_slots is None:
         num_slots = unknown_size()
     return (
         fake_vector(routing_map, num_slots),
@@ -282,8 +324,8 @@ def _map_fake(
 
 _plan_routing_map = register(
     "plan_routing_map(Tensor routing_map, Tensor? weights, SymInt first_expert, SymInt last_expert, SymInt? topk,"
-    " bool fill, SymInt? capacity, SymInt? segment, SymInt align, SymInt? num_rows, bool check, str backend)"
-    " -> (Tensor row_of_slot, Tensor slot_of_row, Tensor slot_offsets, Tensor expert_of_slot,"
+    " bool fill, SymInt? capacity, SymInt? segment, SymInt align, SymInt? num_rows, SymInt? num_slots, bool check,"
+    " str backend) -> (Tensor row_of_slot, Tensor slot_of_row, Tensor slot_offsets, Tensor expert_of_slot,"
     " Tensor tokens_per_expert, Tensor rows_per_expert)",
     _registered_map,
     _map_fake,

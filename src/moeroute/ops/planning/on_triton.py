@@ -105,16 +105,20 @@ def cut(length, start, num_rows):
     return tl.where(num_rows >= 0, tl.minimum(length, room), length)
 
 
-@triton.jit(do_not_specialize=["offset", "experts", "slot_bins", "taken", "capacity", "segment", "align", "num_rows"])
+@triton.jit(
+    do_not_specialize=["offset", "experts", "slot_bins", "taken", "most", "capacity", "segment", "align", "num_rows"]
+)
 def scan_experts(
-    starts, tokens, rows, sizes, totals, offset, experts, slot_bins, taken, capacity, segment, align, num_rows,
-    DIFFERENCES: tl.constexpr, PIECE: tl.constexpr,
+    starts, tokens, rows, sizes, totals, offset, experts, slot_bins, taken, most, capacity, segment, align,
+    num_rows, DIFFERENCES: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """One program. The experts' totals begin at `offset`; `taken` >= 0: each has as many, whatever the total.
+    """One program. The experts' totals begin at `offset`; `taken` >= 0: each has as many, whatever the total;
+    `most` >= 0: the total is rounded up to `align`, to at most that.
 
-    sizes: the rows of all experts, and the sum of the first `slot_bins` totals.
+    sizes: the rows of all experts, the sum of the first `slot_bins` totals, and of the experts' rounded ones.
     """
     start = tl.program_id(0).to(tl.int64)  # 0, of the type that the loop carries on
+    filled = start
     for first in range(0, experts, PIECE):
         e = first + tl.arange(0, PIECE)
         inside = e < experts
@@ -122,6 +126,8 @@ def scan_experts(
         if DIFFERENCES:
             total = tl.load(totals + offset + e + 1, mask=inside, other=0).to(tl.int64) - total
         total = tl.where(taken >= 0, taken.to(tl.int64), total)
+        total = tl.where(most >= 0, tl.minimum((total + align - 1) // align * align, most.to(tl.int64)), total)
+        filled += tl.sum(tl.where(inside, total, 0), axis=0)
         kept, length = lengths_of(total, capacity, segment, align)
         length = tl.where(inside, length, 0)
         begin = start + tl.cumsum(length, axis=0) - length
@@ -135,6 +141,7 @@ def scan_experts(
         slots += tl.sum(tl.load(totals + e, mask=e < slot_bins, other=0).to(tl.int64), axis=0)
     tl.store(sizes, start)
     tl.store(sizes + 1, slots)
+    tl.store(sizes + 2, filled)
 
 
 @triton.jit(do_not_specialize=["first", "last", "num_slots"])
@@ -282,11 +289,12 @@ def add_up_experts(
     align: int,
     num_rows: int | None,
     differences: bool = False,
+    most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """First row, live rows and rows of each expert; the numbers of rows and of slots."""
+    """First row, live rows and rows of each expert; the numbers of rows, of slots, and of slots that are filled up."""
     starts = empty_like(totals, experts, dtype=torch.int64)
     tokens, rows = torch.empty_like(starts), torch.empty_like(starts)
-    sizes = empty_like(totals, 2, dtype=torch.int64)
+    sizes = empty_like(totals, 3, dtype=torch.int64)
     launch(
         scan_experts,
         1,
@@ -299,6 +307,7 @@ def add_up_experts(
         experts=experts,
         slot_bins=slot_bins,
         taken=given(taken),
+        most=given(most),
         capacity=given(capacity),
         segment=given(segment),
         align=align,

@@ -308,9 +308,17 @@ def plan_routing_map(
         ids = keep_heavy(ids, slot_weights, first_expert, last_expert, capacity)
     if fill:
         found = _fill_experts(
-            slot_offsets, expert_of_slot, ids, first_expert, last_expert, capacity, segment, align, num_rows,
+            slot_offsets,
+            expert_of_slot,
+            ids,
+            first_expert,
+            last_expert,
+            capacity,
+            segment,
+            align,
+            num_rows,
             out if num_slots is None else None,
-        )  # fmt: skip
+        )
         return found if num_slots is None else _resized(*found, num_slots, out)
     ragged = out if topk is None and num_slots is None else None
     if ragged is not None:

@@ -205,9 +205,17 @@ def plan_routing_map(
     taken = min(capacity, num_tokens) if fill and capacity is not None else None
     aligned = fill and taken is None
     starts, tokens, rows, sizes = add_up_experts(
-        totals, width - num_experts + first_expert, experts, num_experts, taken, capacity, segment, align, num_rows,
+        totals,
+        width - num_experts + first_expert,
+        experts,
+        num_experts,
+        taken,
+        capacity,
+        segment,
+        align,
+        num_rows,
         most=num_tokens if aligned else None,
-    )  # fmt: skip
+    )
     sized = num_slots is not None
     if topk is not None:
         num_slots = num_tokens * topk

@@ -227,9 +227,19 @@ def _map_operator(
     if routing_map.element_size() > 1:  # kernels read bytes
         routing_map = routing_map != 0
     row_of_slot, slot_of_row, offsets, experts, tokens, rows = dispatch.module("maps", backend).plan_routing_map(
-        routing_map, weights, first_expert, last_expert, topk, fill, capacity, segment, align, num_rows, num_slots,
+        routing_map,
+        weights,
+        first_expert,
+        last_expert,
+        topk,
+        fill,
+        capacity,
+        segment,
+        align,
+        num_rows,
+        num_slots,
         out=out,
-    )  # fmt: skip
+    )
     return (
         row_of_slot,
         slot_of_row,

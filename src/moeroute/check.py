@@ -129,10 +129,10 @@ def finite_in(operator: str, argument: str, value: Any, dtype: torch.dtype) -> f
     return result
 
 
-def at_most_rows(total: int) -> None:
+def at_most_rows(operator: str, total: int) -> None:
     """Rows are numbered in int32; only the data knows how many padding makes of them."""
     if total > LARGEST:
-        raise wrong_value("plan", "align", f"such that there are at most {LARGEST} rows", f"{total} rows")
+        raise wrong_value(operator, "align", f"such that there are at most {LARGEST} rows", f"{total} rows")
 
 
 def at_most_slots(total: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import moeroute
 from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
@@ -337,3 +338,11 @@ def test_more_rows_than_int32(backend: str) -> None:
     """Three experts with a slot each, padded to 2^30 rows each: known only after looking."""
     with pytest.raises(ValueError, match="align must be such that there are at most 2147483647 rows"):
         plan_from_expert_ids(torch.tensor([0, 1, 2]), 3, align=2**30, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "verb, choice", (("plan_from_expert_ids", (torch.arange(3), 3)), ("plan_from_routing_map", (torch.eye(3) > 0,)))
+)
+def test_more_rows_than_int32_names_the_verb(verb: str, choice: tuple[Any, ...], backend: str) -> None:
+    with pytest.raises(ValueError, match=rf"^moeroute\.{verb}: align must be such that"):
+        getattr(moeroute, verb)(*choice, align=2**30, backend=backend)

@@ -28,15 +28,6 @@ INNER = 561000
 TILING = 561002
 INNER_NULLPTR = 561103
 
-NAMES = {
-    SUCCESS: "ACLNN_SUCCESS",
-    PARAM_NULLPTR: "ACLNN_ERR_PARAM_NULLPTR",
-    PARAM_INVALID: "ACLNN_ERR_PARAM_INVALID",
-    INNER: "ACLNN_ERR_INNER",
-    TILING: "ACLNN_ERR_INNER_TILING_ERROR",
-    INNER_NULLPTR: "ACLNN_ERR_INNER_NULLPTR",
-}
-
 # ---------------------------------------------------------------------------- limits of the documents
 
 MAX_TOPK = 512

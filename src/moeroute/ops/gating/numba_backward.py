@@ -32,7 +32,7 @@ from moeroute.ops.numba_kit.helpers import helper
 from moeroute.ops.numba_kit.lanes import TILE, choose, ints, lane_bits, load_ints, store_ints, store_zeros, transpose
 from moeroute.ops.numba_kit.launch import element_ptr, kernel
 from moeroute.ops.numba_kit.pointers import LANES, advance, float32_ptr, int32_ptr, is_null, pointer_to, retyped
-from moeroute.ops.numba_kit.row_sums import dot_row, put, some
+from moeroute.ops.numba_kit.row_sums import dot_row, load_part, store_part
 
 MANY_SLOTS = 32  # more are not compared with each other to see whether an expert repeats: adding up is cheaper
 FIRST = np.int32(0)
@@ -193,10 +193,10 @@ def logit_gradients(grads, chosen, extra, grad_scores, score, gamma, k):
 
 
 @helper
-def put_product(out, j, slope, grad_scores, count):
+def store_product(out, j, slope, grad_scores, count):
     """Slope times the gradient of the scores, +0 where there is none."""
     if not is_null(grad_scores):
-        put(out, j, slope * (zeros() + some(grad_scores, j, count)), count)
+        store_part(out, j, slope * (zeros() + load_part(grad_scores, j, count)), count)
     elif count == LANES:
         store_zeros(out, j, slope * zeros())
     else:
@@ -214,19 +214,19 @@ def backward_row(out, scores, grad_scores, score, gamma, num_experts):
             count = min(LANES, num_experts - j)
             total = zeros()
             if not is_null(grad_scores):
-                total = total + some(grad_scores, j, count)
-            put(out, j, some(scores, j, count) * (total - gamma), count)
+                total = total + load_part(grad_scores, j, count)
+            store_part(out, j, load_part(scores, j, count) * (total - gamma), count)
     elif score == SIGMOID:
         for j in range(0, num_experts, LANES):
             count = min(LANES, num_experts - j)
-            put_product(out, j, sigmoid_slope(some(scores, j, count)), grad_scores, count)
+            store_product(out, j, sigmoid_slope(load_part(scores, j, count)), grad_scores, count)
     elif score == SQRTSOFTPLUS:
         for j in range(0, num_experts, LANES):
             count = min(LANES, num_experts - j)
-            put_product(out, j, sqrtsoftplus_slope(some(scores, j, count)), grad_scores, count)
+            store_product(out, j, sqrtsoftplus_slope(load_part(scores, j, count)), grad_scores, count)
     else:
         for j in range(0, num_experts, LANES):
-            put_product(out, j, splat(ONE), grad_scores, min(LANES, num_experts - j))
+            store_product(out, j, splat(ONE), grad_scores, min(LANES, num_experts - j))
 
 
 @helper

@@ -30,7 +30,7 @@ from moeroute.ops.numba_kit.lanes import (
 )
 from moeroute.ops.numba_kit.launch import kernel
 from moeroute.ops.numba_kit.pointers import LANES, advance, float32_ptr, int32_ptr, is_null, pointer_to, retyped
-from moeroute.ops.numba_kit.row_sums import put, some
+from moeroute.ops.numba_kit.row_sums import load_part, store_part
 
 SOFTMAX, SIGMOID, SQRTSOFTPLUS, TOPK_SOFTMAX, TOPK_SIGMOID, NONE = range(6)
 FLOATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -84,7 +84,7 @@ def widen_row(row, source, size, filler):
     """`size` elements as float32; `filler` up to the end of the last block."""
     for j in range(0, size, LANES):
         count = min(LANES, size - j)
-        store(row, j, choose(lanes_below(count), some(source, j, count), splat(filler)))
+        store(row, j, choose(lanes_below(count), load_part(source, j, count), splat(filler)))
 
 
 @helper
@@ -102,7 +102,7 @@ def widen(row, source, token, size, filler):
 @helper
 def narrow_row(target, row, size):
     for j in range(0, size, LANES):
-        put(target, j, load(row, j), min(LANES, size - j))
+        store_part(target, j, load(row, j), min(LANES, size - j))
 
 
 @helper
@@ -141,7 +141,7 @@ def softmax_row(scores, row, num_experts):
             p3 = p3 + e
     total = splat((pairwise(p0) + pairwise(p1)) + (pairwise(p2) + pairwise(p3)))
     for j in range(0, num_experts, LANES):
-        put(scores, j, load(row, j) / total, min(LANES, num_experts - j))
+        store_part(scores, j, load(row, j) / total, min(LANES, num_experts - j))
 
 
 @helper
@@ -151,10 +151,10 @@ def scores_row(scores, row, score, num_experts):
         softmax_row(scores, row, num_experts)
     elif score == SIGMOID:
         for j in range(0, num_experts, LANES):
-            put(scores, j, sigmoid(load(row, j)), min(LANES, num_experts - j))
+            store_part(scores, j, sigmoid(load(row, j)), min(LANES, num_experts - j))
     elif score == SQRTSOFTPLUS:
         for j in range(0, num_experts, LANES):
-            put(scores, j, sqrtsoftplus(load(row, j)), min(LANES, num_experts - j))
+            store_part(scores, j, sqrtsoftplus(load(row, j)), min(LANES, num_experts - j))
     else:
         narrow_row(scores, row, num_experts)
 
@@ -289,9 +289,9 @@ def select_row(ids, scores, bias, keys, num_experts, k, options):
     block_best = advance(keys, num_experts + LANES)
     for j in range(0, num_experts, LANES):
         count = min(LANES, num_experts - j)
-        value = some(scores, j, count)
+        value = load_part(scores, j, count)
         if not is_null(bias):
-            value = value + some(bias, j, count)
+            value = value + load_part(bias, j, count)
         store_ints(keys, j, choose(lanes_below(count), order_keys(value), ints(LOWEST)))
     if options.topk_groups < options.num_groups:
         group_keys = advance(block_best, num_experts // LANES + 1)

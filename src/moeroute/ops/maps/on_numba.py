@@ -324,7 +324,7 @@ def plan_routing_map(
     if ragged is not None:
         check.one_slot_each(ragged, num_true)
     row_of_slot, slot_of_row, tokens, rows = assign_rows(
-        ids, first_expert, last_expert, capacity, segment, align, num_rows, ragged
+        ids, first_expert, last_expert, capacity, segment, align, num_rows, ragged, "plan_from_routing_map"
     )
     if num_slots is not None:
         return _resized(row_of_slot, slot_of_row, slot_offsets, expert_of_slot, tokens, rows, num_slots, out)

@@ -231,7 +231,7 @@ def plan_routing_map(
         check.one_slot_each(out, num_slots)
     if num_rows is None:
         num_rows = needed_rows
-        check.at_most_rows(num_rows)
+        check.at_most_rows("plan_from_routing_map", num_rows)
         slot_of_row = nothing(chosen, num_rows) if padded or sized or topk is not None else empty_like(chosen, num_rows)
     row_of_slot = empty_like(chosen, num_slots) if out is None else out
     expert_of_slot = empty_like(chosen, num_slots)

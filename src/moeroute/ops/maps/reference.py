@@ -42,7 +42,7 @@ def plan_routing_map(
             chosen = chosen & (heaviest_first(expert, weight) < capacity).reshape(chosen.shape)
         return _fill(chosen, first_expert, last_expert, capacity, segment, align, num_rows, num_slots, out)
     row, tokens, rows, num_rows = assign_rows(
-        expert, weight, first_expert, last_expert, capacity, segment, align, num_rows
+        expert, weight, first_expert, last_expert, capacity, segment, align, num_rows, "plan_from_routing_map"
     )
     if topk is not None:
         place = chosen.cumsum(dim=1) - 1

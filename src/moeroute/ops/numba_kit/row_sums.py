@@ -6,7 +6,7 @@ from moeroute.ops.numba_kit.pointers import LANES
 
 
 @helper
-def some(pointer, offset, count):
+def load_part(pointer, offset, count):
     """A block, or its first `count` elements."""
     if count == LANES:
         return load(pointer, offset)
@@ -14,7 +14,7 @@ def some(pointer, offset, count):
 
 
 @helper
-def put(pointer, offset, block, count):
+def store_part(pointer, offset, block, count):
     """A block, or its first `count` elements, into memory."""
     if count == LANES:
         store(pointer, offset, block)
@@ -23,12 +23,12 @@ def put(pointer, offset, block, count):
 
 
 @helper
-def product(y, y_offset, x, x_offset, bias, bias_offset, count):
+def biased_product(y, y_offset, x, x_offset, bias, bias_offset, count):
     """A block of (y + bias) * x; a bias_offset below 0 means no bias."""
-    left = some(y, y_offset, count)
+    left = load_part(y, y_offset, count)
     if bias_offset >= 0:
-        left = left + some(bias, bias_offset, count)
-    return left * some(x, x_offset, count)
+        left = left + load_part(bias, bias_offset, count)
+    return left * load_part(x, x_offset, count)
 
 
 @helper
@@ -40,13 +40,13 @@ def dot_row(y, y_offset, x, x_offset, bias, bias_offset, size):
     for h in range(0, whole, 4 * LANES):
         b = bias_offset + h if biased else bias_offset
         step = LANES if biased else 0
-        p0 = p0 + product(y, y_offset + h, x, x_offset + h, bias, b, LANES)
-        p1 = p1 + product(y, y_offset + h + LANES, x, x_offset + h + LANES, bias, b + step, LANES)
-        p2 = p2 + product(y, y_offset + h + 2 * LANES, x, x_offset + h + 2 * LANES, bias, b + 2 * step, LANES)
-        p3 = p3 + product(y, y_offset + h + 3 * LANES, x, x_offset + h + 3 * LANES, bias, b + 3 * step, LANES)
+        p0 = p0 + biased_product(y, y_offset + h, x, x_offset + h, bias, b, LANES)
+        p1 = p1 + biased_product(y, y_offset + h + LANES, x, x_offset + h + LANES, bias, b + step, LANES)
+        p2 = p2 + biased_product(y, y_offset + h + 2 * LANES, x, x_offset + h + 2 * LANES, bias, b + 2 * step, LANES)
+        p3 = p3 + biased_product(y, y_offset + h + 3 * LANES, x, x_offset + h + 3 * LANES, bias, b + 3 * step, LANES)
     for h in range(whole, size, LANES):
         b = bias_offset + h if biased else bias_offset
-        term = product(y, y_offset + h, x, x_offset + h, bias, b, min(LANES, size - h))
+        term = biased_product(y, y_offset + h, x, x_offset + h, bias, b, min(LANES, size - h))
         part = (h - whole) // LANES
         if part == 0:
             p0 = p0 + term

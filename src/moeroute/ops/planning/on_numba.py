@@ -305,6 +305,7 @@ def count_up(
     align: int,
     num_rows: int | None,
     out: Tensor | None = None,
+    operator: str = "plan_from_expert_ids",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """The plan of these ids in three steps; last the end of each expert's live rows."""
     num_slots, experts, dtype = ids.numel(), last_expert - first_expert, ids.dtype
@@ -340,7 +341,7 @@ def count_up(
         num_rows=given(num_rows),
     )
     if num_rows is None:
-        check.at_most_rows(total)
+        check.at_most_rows(operator, total)
         num_rows = total
     slot_of_row = memory.empty((num_rows,), torch.int32)
     deal(
@@ -371,11 +372,12 @@ def assign_rows(
     align: int,
     num_rows: int | None,
     out: Tensor | None = None,
+    operator: str = "plan_from_expert_ids",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     num_slots, padded = ids.numel(), segment is not None or align > 1
     limit = num_slots if num_rows is None else num_rows
     if SLOT_WORK * (num_slots + limit) >= SERIAL_WORK or (padded and num_rows is None):
-        return count_up(ids, first_expert, last_expert, capacity, segment, align, num_rows, out)[:4]
+        return count_up(ids, first_expert, last_expert, capacity, segment, align, num_rows, out, operator)[:4]
     experts = last_expert - first_expert
     row_of_slot = empty(num_slots, dtype=INT32, device=CPU) if out is None else out
     slot_of_row = empty(limit, dtype=INT32, device=CPU)

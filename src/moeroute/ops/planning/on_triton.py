@@ -420,7 +420,7 @@ def plan_expert_ids(
     )
     if num_rows is None:
         num_rows = int(sizes[0])
-        check.at_most_rows(num_rows)
+        check.at_most_rows("plan_from_expert_ids", num_rows)
         slot_of_row = nothing(ids, num_rows) if padded else empty_like(ids, num_rows)
     if experts <= TABLE_EXPERTS:
         launch(

@@ -28,9 +28,6 @@ from moeroute.ops.planning.common import (
 from moeroute.ops.register import register
 from moeroute.plan import RoutingPlan, make_plan
 
-FIRST_COME = "position"
-ONE = 1
-
 
 def plan_from_expert_ids(
     expert_ids: Tensor,
@@ -209,11 +206,13 @@ def _ids_options(
         type(num_experts) is int
         and 0 <= num_experts <= LARGEST
         and expert_range is capacity is num_rows is None
-        and drop is FIRST_COME
-        and align is ONE
+        and type(drop) is str
+        and drop == "position"
+        and type(align) is int
+        and align == 1
         and pad is check is False
     ):
-        return 0, num_experts, None, None  # the way of one token; asks no foreign object whether it is equal
+        return 0, num_experts, None, None  # the defaults, in the time that one token has
     operator = "plan_from_expert_ids"
     num_rows = optional_integer(operator, "num_rows", num_rows)
     checks.integer(operator, "align", align, 1, LARGEST)

@@ -79,13 +79,15 @@ def cut(lengths: Tensor, start: Tensor, num_rows: int) -> Tensor:
     return (num_rows - start).clamp(min=0).minimum(lengths)
 
 
-def segments(kept: Tensor, segment: int | None, align: int, num_rows: int | None) -> tuple[Tensor, Tensor, Tensor, int]:
+def segments(
+    kept: Tensor, segment: int | None, align: int, num_rows: int | None, operator: str = "plan_from_expert_ids"
+) -> tuple[Tensor, Tensor, Tensor, int]:
     """First row, live rows and rows of each expert, and R, from the number of kept slots."""
     rows = torch.full_like(kept, segment) if segment is not None else (kept + align - 1) // align * align
     start = before(rows)
     if num_rows is None:
         num_rows = int(rows.sum())
-        check.at_most_rows(num_rows)
+        check.at_most_rows(operator, num_rows)
     return start, cut(kept, start, num_rows), cut(rows, start, num_rows), num_rows
 
 
@@ -106,6 +108,7 @@ def assign_rows(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    operator: str = "plan_from_expert_ids",
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Row of each entry (int64, -1 none), tokens and rows per expert, and R."""
     num_experts = last_expert - first_expert
@@ -114,7 +117,7 @@ def assign_rows(
     if capacity is not None:
         over = (rank_in_group(experts) if weights is None else heaviest_first(experts, weights)) >= capacity
         experts = torch.where(over, num_experts, experts)
-    start, tokens, rows, num_rows = segments(count(experts, num_experts), segment, align, num_rows)
+    start, tokens, rows, num_rows = segments(count(experts, num_experts), segment, align, num_rows, operator)
     row = torch.cat([start, start.new_zeros(1)])[experts] + rank_in_group(experts)
     row = torch.where((experts < num_experts) & (row < num_rows), row, -1)
     return row, tokens, rows, num_rows

@@ -29,7 +29,7 @@ from moeroute.ops.numba_kit.blocks import (
 from moeroute.ops.numba_kit.helpers import helper
 from moeroute.ops.numba_kit.launch import FLOATS, SERIAL_WORK, element_ptr, kernel
 from moeroute.ops.numba_kit.pointers import ALIGNMENT, LANES, float32_ptr, is_null, uint8_ptr
-from moeroute.ops.numba_kit.row_sums import dot_row, put, some
+from moeroute.ops.numba_kit.row_sums import dot_row, load_part, store_part
 from moeroute.ops.numba_kit.slots import ZERO, Rows, Slots, first_slot, zero_unowned_slots
 from moeroute.plan import PlanTensors
 
@@ -59,7 +59,7 @@ def prefetch_ahead(rows, slots, slot, next_slot, at, ahead, hidden):
 
 
 @helper
-def put_block(out, offset, block, streaming):
+def store_block(out, offset, block, streaming):
     if streaming:
         stream(out, offset, block)
     else:
@@ -82,16 +82,16 @@ def combine_plain(
                     prefetch_ahead(rows, slots, s, s + last - first, h, ahead, hidden)
                     left = left + load(rows.data, r * rows.stride + h)
                     right = right + load(rows.data, r * rows.stride + h + LANES)
-            put_block(out.data, t * out.stride + h, left, streaming)
-            put_block(out.data, t * out.stride + h + LANES, right, streaming)
+            store_block(out.data, t * out.stride + h, left, streaming)
+            store_block(out.data, t * out.stride + h + LANES, right, streaming)
         for h in range(whole, hidden, LANES):
             count = min(LANES, hidden - h)
             left = zeros()
             for s in range(first, last):
                 r = slots.row_of_slot[s]
                 if 0 <= r < slots.num_rows:
-                    left = left + some(rows.data, r * rows.stride + h, count)
-            put(out.data, t * out.stride + h, left, count)
+                    left = left + load_part(rows.data, r * rows.stride + h, count)
+            store_part(out.data, t * out.stride + h, left, count)
     fence()
 
 
@@ -119,8 +119,8 @@ def combine_weighted(
                     prefetch_ahead(rows, slots, s, s + last - first, h, ahead, hidden)
                     left = left + splat(w) * load(rows.data, r * rows.stride + h)
                     right = right + splat(w) * load(rows.data, r * rows.stride + h + LANES)
-            put_block(out.data, t * out.stride + h, left, streaming)
-            put_block(out.data, t * out.stride + h + LANES, right, streaming)
+            store_block(out.data, t * out.stride + h, left, streaming)
+            store_block(out.data, t * out.stride + h + LANES, right, streaming)
         for h in range(whole, hidden, LANES):
             count = min(LANES, hidden - h)
             left = zeros()
@@ -128,8 +128,8 @@ def combine_weighted(
                 r = slots.row_of_slot[s]
                 w = weights[s]
                 if 0 <= r < slots.num_rows and w != ZERO:
-                    left = left + splat(w) * some(rows.data, r * rows.stride + h, count)
-            put(out.data, t * out.stride + h, left, count)
+                    left = left + splat(w) * load_part(rows.data, r * rows.stride + h, count)
+            store_part(out.data, t * out.stride + h, left, count)
     fence()
 
 
@@ -153,24 +153,24 @@ def combine_biased(
             count = min(LANES, hidden - h)
             total = zeros()
             if not is_null(init.data):
-                total = some(init.data, t * init.stride + h, count)
+                total = load_part(init.data, t * init.stride + h, count)
             if not is_null(init_more.data):
-                total = total + some(init_more.data, t * init_more.stride + h, count)
+                total = total + load_part(init_more.data, t * init_more.stride + h, count)
             for s in range(first, last):
                 r = int64(slots.row_of_slot[s])
                 w = np.float32(1)
                 if not is_null(weights):
                     w = weights[s]
                 if 0 <= r < slots.num_rows and w != ZERO:
-                    term = some(rows.data, r * rows.stride + h, count)
+                    term = load_part(rows.data, r * rows.stride + h, count)
                     if not is_null(bias):
                         e = int64(slots.expert_of_slot[s])
                         if 0 <= e < num_experts:
-                            term = term + some(bias, e * hidden + h, count)
+                            term = term + load_part(bias, e * hidden + h, count)
                     if not is_null(weights):
                         term = splat(w) * term
                     total = total + term
-            put(out.data, t * out.stride + h, total, count)
+            store_part(out.data, t * out.stride + h, total, count)
 
 
 # ---------------------------------------------------------------------------- kernels: spread
@@ -228,7 +228,7 @@ def spread_bytes(
 def scale_row(out, out_offset, x, x_offset, weight, hidden, streaming):
     whole = hidden - hidden % LANES
     for h in range(0, whole, LANES):
-        put_block(out, out_offset + h, splat(weight) * load(x, x_offset + h), streaming)
+        store_block(out, out_offset + h, splat(weight) * load(x, x_offset + h), streaming)
     if whole < hidden:
         scaled = splat(weight) * load_tail(x, x_offset + whole, hidden - whole)
         store_tail(out, out_offset + whole, scaled, hidden - whole)
@@ -305,21 +305,21 @@ def scale_dot_row(out, out_offset, x, x_offset, y, y_offset, next_y_offset, ahea
                 prefetch(y, asked + part * LANES)
         x0 = load(x, x_offset + h)
         p0 = p0 + load(y, y_offset + h) * x0
-        put_block(out, out_offset + h, w * x0, streaming)
+        store_block(out, out_offset + h, w * x0, streaming)
         x1 = load(x, x_offset + h + LANES)
         p1 = p1 + load(y, y_offset + h + LANES) * x1
-        put_block(out, out_offset + h + LANES, w * x1, streaming)
+        store_block(out, out_offset + h + LANES, w * x1, streaming)
         x2 = load(x, x_offset + h + 2 * LANES)
         p2 = p2 + load(y, y_offset + h + 2 * LANES) * x2
-        put_block(out, out_offset + h + 2 * LANES, w * x2, streaming)
+        store_block(out, out_offset + h + 2 * LANES, w * x2, streaming)
         x3 = load(x, x_offset + h + 3 * LANES)
         p3 = p3 + load(y, y_offset + h + 3 * LANES) * x3
-        put_block(out, out_offset + h + 3 * LANES, w * x3, streaming)
+        store_block(out, out_offset + h + 3 * LANES, w * x3, streaming)
     for h in range(whole, hidden, LANES):
         count = min(LANES, hidden - h)
-        xh = some(x, x_offset + h, count)
-        term = some(y, y_offset + h, count) * xh
-        put(out, out_offset + h, w * xh, count)
+        xh = load_part(x, x_offset + h, count)
+        term = load_part(y, y_offset + h, count) * xh
+        store_part(out, out_offset + h, w * xh, count)
         part = (h - whole) // LANES
         if part == 0:
             p0 = p0 + term

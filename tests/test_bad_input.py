@@ -106,6 +106,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "rows": ROWS, "x": TOKENS, "plan": MAP_PLAN, "bias": BIAS, "out": torch.zeros(S)}),
     "slot_weights": (moeroute.slot_weights, {"weights": WEIGHTS, "plan": PLAN, "backend": None}),
     "slot_weights, map": (moeroute.slot_weights, {"weights": ALL_WEIGHTS, "plan": MAP_PLAN, "out": torch.zeros(S)}),
+    "dense_weights": (moeroute.dense_weights, {
+        "weights": WEIGHTS, "expert_ids": IDS, "num_experts": E, "backend": None}),
+    "routing_map_from_ids": (moeroute.routing_map_from_ids, {
+        "expert_ids": IDS, "num_experts": E, "bits": True, "backend": None}),
+    "routing_map_of": (moeroute.routing_map_of, {"plan": PLAN, "backend": None}),
+    "routing_map_of, map": (moeroute.routing_map_of, {"plan": MAP_PLAN}),
     "permute_weights": (moeroute.permute_weights, {"weights": WEIGHTS, "plan": PLAN, "backend": None}),
     "permute_weights, map": (moeroute.permute_weights, {
         "weights": ALL_WEIGHTS, "plan": MAP_PLAN, "out": torch.zeros(R)}),

@@ -50,7 +50,7 @@ def wrong_id(result: Tensor) -> Tensor:
     damaged = result.clone()
     flat = damaged.view(-1)
     place = flat.numel() // 2
-    flat[place] += -1 if flat[place] > 0 else 1
+    flat[place] = int(flat[place]) + (-1 if flat[place] > 0 else 1)
     return damaged
 
 
@@ -139,9 +139,16 @@ FUNCTION = {
     "gating_topk_backward": "gating_topk_backward",
     "gating_topk and backward": "gating_topk_backward",
     "plan_from_expert_ids": "plan_expert_ids",
+    "dense_weights": "slot_weights_backward",
+    "routing_map_from_ids": "routing_map",
     "one token": "combine",
 }
-TO_THE_BIT = ("spread", "plan_from_expert_ids")  # where the composition of torch must agree in every bit
+TO_THE_BIT = (
+    "spread",
+    "plan_from_expert_ids",
+    "dense_weights",
+    "routing_map_from_ids",
+)  # where the composition of torch must agree in every bit
 
 
 @pytest.mark.parametrize("name", TINY)
@@ -205,6 +212,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "spread_dots": lambda b: moeroute.unpermute_backward(X, ROWS, PLAN, WEIGHTS, backend=b),
     "take": lambda b: moeroute.permute_weights(WEIGHTS, PLAN, backend=b),
     "slot_weights": lambda b: moeroute.slot_weights(TABLE, DENSE, backend=b),
+    "routing_map": lambda b: moeroute.routing_map_of(DENSE, backend=b),
     "slot_weights_backward": lambda b: moeroute.permute_weights_backward(ALONG, DENSE, backend=b),
 }
 

@@ -272,10 +272,10 @@ def test_all_implementations_offer_the_same(room: str, file: str) -> None:
 # ---------------------------------------------------------------------------- public names
 
 FUNCTIONS = (
-    "balance_statistics", "capacity_from_factor", "combine", "empty_cache", "gating_topk", "gating_topk_backward", "load_balancing_loss",
+    "balance_statistics", "capacity_from_factor", "combine", "dense_weights", "empty_cache", "gating_topk", "gating_topk_backward", "load_balancing_loss",
     "memory_stats", "permute", "permute_backward", "permute_weights", "permute_weights_backward",
     "plan_from_chunks", "plan_from_expert_ids", "plan_from_routing_map", "plan_from_row_of_slot", "plan_from_segments",
-    "plan_from_token_ids", "router_z_loss", "row_dots", "set_memory_pool", "slot_weights", "spread", "unpermute",
+    "plan_from_token_ids", "router_z_loss", "routing_map_from_ids", "routing_map_of", "row_dots", "set_memory_pool", "slot_weights", "spread", "unpermute",
     "unpermute_backward", "update_expert_bias",
 )  # fmt: skip
 CLASSES = ("BalanceStatistics", "Gating", "RoutingPlan")

@@ -54,6 +54,8 @@ GOOD: dict[str, dict[str, Any]] = {
         "grad": SLOTS, **RAGGED, "num_experts": E, "accumulate": True},
     "slot_weights_backward, table": {
         "grad": SLOTS, **TABLE, "num_experts": E, "accumulate": False},
+    "routing_map": {**RAGGED, "num_experts": E, "bits": False},
+    "routing_map, table": {**TABLE, "num_experts": E, "bits": True},
     "gating_topk": {"logits": LOGITS, "bias": torch.zeros(E), "expert_ids": None, **CHOICE},
     "gating_topk, given": {"logits": LOGITS, "bias": None, "expert_ids": IDS, **CHOICE},
     "gating_topk_backward": {
@@ -237,6 +239,7 @@ USES: dict[str, Callable[[moeroute.RoutingPlan, str], Any]] = {
         TOKENS, ROWS, plan, weights_of(plan), backend=backend
     ),
     "slot_weights": lambda plan, backend: moeroute.slot_weights(weights_of(plan), plan, backend=backend),
+    "routing_map_of": lambda plan, backend: moeroute.routing_map_of(plan, backend=backend),
     "permute_weights": lambda plan, backend: moeroute.permute_weights(weights_of(plan), plan, backend=backend),
     "permute_weights_backward": lambda plan, backend: moeroute.permute_weights_backward(SLOTS, plan, backend=backend),
 }

@@ -179,6 +179,11 @@ def permutation_cases() -> Iterator[Case]:
         accumulate=(False, True), out=(None, "askew"),
     )  # fmt: skip
 
+    def routing_map(experts: int, topk: int, ragged: bool, bits: bool) -> None:
+        on_triton_weights.routing_map(plan_tensors(TOKENS * topk, ragged), experts, bits)
+
+    yield from over(routing_map, experts=experts, topk=(1, 8), ragged=(False, True), bits=(False, True))
+
 
 def gating_cases() -> Iterator[Case]:
     """Calls of the launchers in gating/on_triton.py."""

@@ -38,7 +38,7 @@ from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, pla
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
 from moeroute.ops.rows.op import combine, row_dots, spread
-from moeroute.ops.weights.op import slot_weights
+from moeroute.ops.weights.op import dense_weights, routing_map_from_ids, routing_map_of, slot_weights
 from moeroute.permutation import (
     permute,
     permute_backward,
@@ -57,6 +57,7 @@ __all__ = [
     "balance_statistics",
     "capacity_from_factor",
     "combine",
+    "dense_weights",
     "empty_cache",
     "gating_topk",
     "gating_topk_backward",
@@ -73,6 +74,8 @@ __all__ = [
     "plan_from_segments",
     "plan_from_token_ids",
     "router_z_loss",
+    "routing_map_from_ids",
+    "routing_map_of",
     "row_dots",
     "set_memory_pool",
     "slot_weights",

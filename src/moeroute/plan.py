@@ -150,7 +150,7 @@ class RoutingPlan:
     @property
     def token_of_row(self) -> Tensor:
         """int32 [R]: the token whose copy each row holds; -1 for padding."""
-        return self._once("_token_of_row", lambda plan: _gather(plan.token_of_slot, plan.slot_of_row))
+        return self._once("_token_of_row", lambda plan: values_at(plan.token_of_slot, plan.slot_of_row))
 
     @property
     def tokens_up_to_expert(self) -> Tensor | None:
@@ -225,7 +225,7 @@ def _expert_ends(plan: RoutingPlan) -> Tensor | None:
     return None if plan.rows_per_expert is None else plan.rows_per_expert.cumsum(0, dtype=torch.int32)
 
 
-def _gather(values: Tensor, index: Tensor) -> Tensor:
+def values_at(values: Tensor, index: Tensor) -> Tensor:
     """values[index], -1 where the index is outside."""
     padded = torch.cat([values, values.new_full((1,), -1)])
     size = values.shape[0]

@@ -343,6 +343,28 @@ def _plan(case: Case, seed: int) -> Problem:
     )
 
 
+def _dense_weights(case: Case, seed: int) -> Problem:
+    i = make_inputs(case, seed)
+    ids, num_experts, weights = i["expert_ids"].int(), case.sizes["E"], torch.rand(i["expert_ids"].shape)
+    return Problem(
+        lambda backend: moeroute.dense_weights(weights, ids, num_experts, backend=backend),
+        lambda: torch.zeros(weights.shape[0], num_experts).scatter(1, ids.long(), weights),
+        assert_same_bits,
+        0,
+    )
+
+
+def _routing_map(case: Case, seed: int) -> Problem:
+    i = make_inputs(case, seed)
+    ids, num_experts = i["expert_ids"].int(), case.sizes["E"]
+    return Problem(
+        lambda backend: moeroute.routing_map_from_ids(ids, num_experts, backend=backend),
+        lambda: torch.zeros(ids.shape[0], num_experts).int().scatter(1, ids.long(), 1).bool(),
+        assert_same_bits,
+        0,
+    )
+
+
 def _one_token(case: Case, seed: int) -> Problem:
     """Gating, plan, permute and unpermute; beside it one index_select of the K rows (a ratio, not a rival)."""
     i = make_inputs(case, seed)
@@ -372,6 +394,8 @@ _PROBLEMS = {
     "gating_topk and backward": _gating_training,
     "gating_topk_backward": _gating_backward,
     "plan_from_expert_ids": _plan,
+    "dense_weights": _dense_weights,
+    "routing_map_from_ids": _routing_map,
     "one token": _one_token,
 }
 
@@ -404,6 +428,8 @@ def _cases() -> Iterator[Case]:
         for num_experts in (64, 256):
             sizes_of_plan = {"S": slots, "E": num_experts}
             yield Case("plan_from_expert_ids", torch.int32, sizes_of_plan, {"kernel": 8.0})
+    yield Case("dense_weights", torch.float32, {"T": 4096, "K": 8, "E": 256}, {"called": 5.0})
+    yield Case("routing_map_from_ids", torch.int32, {"T": 4096, "K": 8, "E": 256}, {"kernel": 5.0, "called": 5.0})
     # One twelfth of an index_select's speed for four operators.
     yield Case("one token", torch.bfloat16, {"T": 1, "K": 8, "H": 2048, "E": 64}, {"kernel": 1 / 12, "called": 1 / 12})
 

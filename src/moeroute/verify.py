@@ -261,6 +261,15 @@ def row_checks(num_tokens: int, experts: int, topk: int, hidden: int, seed: int)
             pair = (grad, tokens)
             yield _check(f"combine pair, bias {name}", moeroute.combine, rows, plan, slots, init=pair, bias=bias)
             yield _check(f"row_dots bias {name}", moeroute.row_dots, rows, grad, plan, bias=bias)
+    for dtype in DTYPES:
+        weights = _spoil(torch.randn(num_tokens, topk, generator=generator), generator).to(dtype)
+        yield _check(f"dense_weights {_short(dtype)}", moeroute.dense_weights, weights, ids, experts)
+    for which, plan in plans.items():
+        if plan.num_experts is not None:
+            yield _check(f"routing_map_of {which}", moeroute.routing_map_of, plan)
+    for bits in (False, True):
+        name = f"routing_map_from_ids bits={bits}"
+        yield _check(name, moeroute.routing_map_from_ids, ids, experts, bits=bits)
     integers = torch.randint(-(2**31), 2**31 - 1, (num_tokens, hidden), generator=generator)
     for integer in (torch.int8, torch.int16, torch.int32, torch.int64):
         yield _check(f"permute {_short(integer)}", moeroute.permute, integers.to(integer), plans["map"])

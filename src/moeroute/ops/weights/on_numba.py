@@ -1,5 +1,6 @@
 """Weights in the order of slots and of rows, on the CPU: kernels, then launchers."""
 
+import numpy as np
 import torch
 from numba import int64
 from torch import Tensor
@@ -7,7 +8,7 @@ from torch import Tensor
 from moeroute.dtypes import BITS
 from moeroute.ops import layout
 from moeroute.ops.numba_kit.launch import FLOATS, Keyed, element_ptr, kernel
-from moeroute.ops.numba_kit.pointers import POINTER, float32_ptr, int32_ptr
+from moeroute.ops.numba_kit.pointers import POINTER, advance, float32_ptr, int32_ptr, uint8_ptr
 from moeroute.ops.numba_kit.slots import ZERO, Rows, Slots, first_slot, zero_unowned_slots
 from moeroute.ops.rows.on_numba import plan_slots
 from moeroute.plan import PlanTensors
@@ -60,6 +61,21 @@ def put_slot_weights(
                 if accumulate:
                     value = out[t * out_stride + e] + value
                 out[t * out_stride + e] = value
+
+
+@kernel()
+def put_routing_map(out: uint8_ptr, width: int64, slots: Slots, num_experts: int64, bits: int64, lo: int64, hi: int64):
+    for t in range(lo, hi):
+        row = advance(out, t * width)
+        for i in range(width):
+            row[i] = np.uint8(0)
+        for s in range(first_slot(slots, t), first_slot(slots, t + 1)):
+            e = slots.expert_of_slot[s]
+            if 0 <= e < num_experts:
+                if bits:
+                    row[e >> 3] = np.uint8(row[e >> 3] | (1 << (e & 7)))
+                else:
+                    row[e] = np.uint8(1)
 
 
 # ---------------------------------------------------------------------------- launchers
@@ -116,3 +132,20 @@ def slot_weights_backward(
         accumulate=accumulate,
     )
     return layout.finish(target.to(grad.dtype), out)
+
+
+def routing_map(plan: PlanTensors, num_experts: int, bits: bool) -> Tensor:
+    """Allocates the [T, E] map, or its [T, ceil(E / 8)] bytes of bits."""
+    width = (num_experts + 7) // 8 if bits else num_experts
+    found = layout.new((plan.num_tokens, width), torch.uint8 if bits else torch.bool)
+    put_routing_map(
+        None,
+        items=plan.num_tokens,
+        work=plan.num_tokens * width + plan.row_of_slot.shape[0] * 4,
+        out=found.data_ptr(),
+        width=width,
+        slots=plan_slots(plan),
+        num_experts=num_experts,
+        bits=bits,
+    )
+    return found

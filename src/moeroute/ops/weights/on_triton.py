@@ -1,5 +1,6 @@
 """The weights of slots and rows in Triton: kernels, then launchers."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -77,6 +78,30 @@ def slot_weights_backward_kernel(
     tl.store(at + column, narrowed, mask=valid[:, None] & (column < num_experts))
 
 
+@triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_experts", "width"])
+def routing_map_kernel(
+    out, expert_of_slot, slot_offsets, num_tokens, topk, num_slots, num_experts, width,
+    PACKED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, BLOCK)
+    token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
+    column = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
+    valid = token < num_tokens
+    first, last = slots_of(slot_offsets, topk, num_slots, token, valid)
+    found = tl.zeros((TOKENS, BLOCK), tl.int32)
+    for k in range(0, tl.max(last - first, axis=0)):
+        slot = first + k
+        live = (slot >= 0) & (slot < last)
+        expert = tl.load(expert_of_slot + slot, mask=live, other=-1)
+        live = (expert >= 0) & (expert < num_experts)
+        place, value = expert, tl.where(live, 1, 0)
+        if PACKED:
+            place, value = expert >> 3, value << (expert & 7)
+        found = found | tl.where(place[:, None] == column, value[:, None], 0)
+    at = out + token.to(tl.int64)[:, None] * width
+    tl.store(at + column, found.to(tl.uint8), mask=valid[:, None] & (column < width))
+
+
 # ---------------------------------------------------------------------------- launchers
 
 
@@ -149,3 +174,29 @@ def slot_weights_backward(
         BLOCK=block,
     )
     return layout.finish(target, out)
+
+
+def routing_map(plan: PlanTensors, num_experts: int, bits: bool) -> Tensor:
+    """Allocates the [T, E] map, or its [T, ceil(E / 8)] bytes of bits."""
+    num_tokens, num_slots = plan.num_tokens, plan.row_of_slot.shape[0]
+    width = (num_experts + 7) // 8 if bits else num_experts
+    found = layout.new((num_tokens, width), torch.uint8 if bits else torch.bool, plan.row_of_slot.device)
+    block = tile_rows(4 * width, min(power_of_two(width), SMALL_TILE))
+    tokens = tile_rows(num_tokens, SMALL_TILE // block, block)
+    launch(
+        routing_map_kernel,
+        programs(num_tokens, tokens) * programs(width, block),
+        out=found.view(torch.uint8),
+        expert_of_slot=plan.expert_of_slot,
+        slot_offsets=plan.slot_offsets,
+        num_tokens=num_tokens,
+        topk=topk_of(plan),
+        num_slots=num_slots,
+        num_experts=num_experts,
+        width=width,
+        warps=4,
+        PACKED=bits,
+        TOKENS=tokens,
+        BLOCK=block,
+    )
+    return found

@@ -1,4 +1,4 @@
-"""The weights of slots and of rows: gathers, and their gradients."""
+"""The weights of slots and of rows, and tables [T, E] of slots: gathers, scatters, and their gradients."""
 
 from functools import partial
 from typing import Any
@@ -9,8 +9,9 @@ from torch import Tensor
 from moeroute import check, dispatch
 from moeroute.dtypes import LARGEST
 from moeroute.ops import layout
+from moeroute.ops.planning.common import index_tensor
 from moeroute.ops.register import PLAN_SCHEMA, register
-from moeroute.plan import PlanTensors, RoutingPlan, expect_plan, given_plan, index_vector
+from moeroute.plan import PlanTensors, RoutingPlan, expect_plan, given_plan, index_vector, values_at
 
 _module = partial(dispatch.implementation, "weights")
 
@@ -41,6 +42,110 @@ def slot_weights(
         layout.check_out(operator, out, (plan.num_slots,), weights.dtype, weights, *plan.tensors[:4])
         weights = layout.resolved(weights)
     return slots_of_weights(operator, weights, plan, out, backend)
+
+
+def dense_weights(weights: Tensor, expert_ids: Tensor, num_experts: int, *, backend: str | None = None) -> Tensor:
+    """The weights [T, K] of the chosen experts as a matrix [T, E], 0 for all others.
+
+    weights: [T, K], a float dtype, which is that of the result. expert_ids: [T, K], any integer dtype; an id outside
+    [0, E) sets nothing. Where an expert has several slots of a token, their weights are added up in slot order, in
+    float32. Differentiable in the weights as often as you like.
+
+    Equivalent torch: ``torch.zeros(T, E).scatter_add(1, expert_ids, weights)``.
+
+    >>> import torch, moeroute
+    >>> ids = torch.tensor([[2, 0], [-1, 1]])
+    >>> moeroute.dense_weights(torch.tensor([[0.75, 0.25], [0.5, 0.5]]), ids, num_experts=3)
+    tensor([[0.2500, 0.0000, 0.7500],
+            [0.0000, 0.5000, 0.0000]])
+
+    Raises ValueError for shapes, sizes and devices, TypeError for types and dtypes.
+    """
+    operator = "dense_weights"
+    slots = _slots_of_ids(operator, expert_ids, num_experts)
+    check.tensor(operator, "weights", weights)
+    check.shaped(operator, "weights", weights, tuple(expert_ids.shape), expert_ids)
+    check.floating(operator, "weights", weights)
+    weights = weights.reshape(-1)
+    if dispatch.plain(weights):
+        found: Tensor = _module(operator, backend, weights).slot_weights_backward(weights, slots, num_experts, True)
+        return found
+    found = _slot_weights_backward(weights, slots, num_experts, True, backend)
+    return found
+
+
+def routing_map_from_ids(
+    expert_ids: Tensor, num_experts: int, *, bits: bool = False, backend: str | None = None
+) -> Tensor:
+    """The routing map of expert ids [T, K]: bool [T, E], True where a token chose an expert.
+
+    expert_ids: [T, K], any integer dtype; an id outside [0, E) sets nothing, a repeated one sets what is set.
+    bits: uint8 [T, ceil(E / 8)] instead: expert e is bit e % 8, the lowest first, of byte e // 8.
+
+    Equivalent torch: ``torch.zeros(T, E, dtype=torch.bool).scatter(1, expert_ids, True)``.
+
+    >>> import torch, moeroute
+    >>> ids = torch.tensor([[2, 0], [-1, 1]])
+    >>> moeroute.routing_map_from_ids(ids, num_experts=3)
+    tensor([[ True, False,  True],
+            [False,  True, False]])
+    >>> moeroute.routing_map_from_ids(ids, num_experts=3, bits=True)
+    tensor([[5],
+            [2]], dtype=torch.uint8)
+
+    Raises ValueError for shapes and sizes, TypeError for types and dtypes.
+    """
+    operator = "routing_map_from_ids"
+    slots = _slots_of_ids(operator, expert_ids, num_experts)
+    return _map_of_slots(operator, slots, num_experts, check.flag(operator, "bits", bits), backend)
+
+
+def routing_map_of(plan: RoutingPlan, *, backend: str | None = None) -> Tensor:
+    """The routing map of a plan: bool [T, E], True where a slot of that token and expert has a row.
+
+    So dropped slots and those of other ranks are False. The experts are those of `expert_of_slot` where the plan has
+    it (routing maps), else the entries of `rows_per_expert`, which with an `expert_range` are that range's.
+
+    >>> import torch, moeroute
+    >>> plan = moeroute.plan_from_expert_ids(torch.tensor([[2, 0], [-1, 2], [0, 2]]), 3, capacity=2)
+    >>> moeroute.routing_map_of(plan)
+    tensor([[ True, False,  True],
+            [False, False,  True],
+            [ True, False, False]])
+
+    Raises ValueError for a plan that knows no experts.
+    """
+    operator = "routing_map_of"
+    expect_plan(operator, plan)
+    row_of_slot, slot_of_row, slot_offsets, experts, num_tokens = plan.tensors
+    if experts is not None:
+        experts = torch.where((row_of_slot >= 0) & (row_of_slot < slot_of_row.shape[0]), experts, -1)
+        num_experts = plan.num_experts
+    else:
+        num_experts = None if plan.rows_per_expert is None else plan.rows_per_expert.shape[0]
+        experts = None if plan.expert_of_row is None else values_at(plan.expert_of_row, row_of_slot)
+    if num_experts is None or experts is None:
+        raise check.wrong_value(operator, "plan", "one that knows its experts", "num_experts = None")
+    slots = PlanTensors(row_of_slot, slot_of_row, slot_offsets, experts, num_tokens)
+    return _map_of_slots(operator, slots, num_experts, False, backend)
+
+
+def _slots_of_ids(operator: str, expert_ids: Tensor, num_experts: int) -> PlanTensors:
+    """Slots with their experts and nothing else: the rows that are named are nobody's."""
+    ids = index_tensor(operator, "expert_ids", expert_ids, "[T, K]", (2,))
+    check.integer(operator, "num_experts", num_experts, 0, LARGEST)
+    if ids.dtype is not torch.int32:  # looked at before they are narrowed
+        ids = torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(torch.int32)
+    flat = ids.reshape(-1)
+    return PlanTensors(flat, flat, None, flat, ids.shape[0])
+
+
+def _map_of_slots(operator: str, slots: PlanTensors, num_experts: int, bits: bool, backend: str | None) -> Tensor:
+    if dispatch.plain(slots.expert_of_slot):
+        found: Tensor = _module(operator, backend, slots.row_of_slot).routing_map(slots, num_experts, bits)
+        return found
+    found = _routing_map(slots, num_experts, bits, backend)
+    return found
 
 
 def slots_of_weights(
@@ -179,6 +284,14 @@ def _slot_weights_backward_operator(
     return _module(operator, backend, grad).slot_weights_backward(grad, plan, num_experts, accumulate)
 
 
+def _routing_map_operator(plan: PlanTensors, num_experts: int, bits: bool, backend: str | None) -> Tensor:
+    operator = "routing_map"
+    plan = _with_experts(operator, plan, plan.row_of_slot)
+    check.integer(operator, "num_experts", num_experts, 0, LARGEST)
+    found: Tensor = _module(operator, backend, plan.row_of_slot).routing_map(plan, num_experts, bits)
+    return found
+
+
 take = register(
     "take(Tensor values, Tensor index, Tensor inverse, str? backend) -> Tensor",
     _take_operator,
@@ -202,4 +315,11 @@ _slot_weights_backward = register(
     derivative=_slot_weights_backward_derivative,
     setup=_slot_weights_backward_setup,
     linear_in=(0,),
+)
+_routing_map = register(
+    f"routing_map({PLAN_SCHEMA}, SymInt num_experts, bool bits, str? backend) -> Tensor",
+    _routing_map_operator,
+    lambda plan, num_experts, bits, backend: plan.row_of_slot.new_empty(
+        (plan.num_tokens, (num_experts + 7) // 8 if bits else num_experts), dtype=torch.uint8 if bits else torch.bool
+    ),
 )

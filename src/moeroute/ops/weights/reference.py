@@ -40,6 +40,21 @@ def slot_weights_backward(
     return deliver(result[:, :num_experts].to(grad.dtype), out)
 
 
+def routing_map(plan: PlanTensors, num_experts: int, bits: bool) -> Tensor:
+    expert_of_slot, num_tokens = expert_of_slot_in(plan), plan.num_tokens
+    num_slots, device = expert_of_slot.shape[0], expert_of_slot.device
+    experts = torch.cat([valid(expert_of_slot, num_experts), expert_of_slot.new_full((1,), num_experts).long()])
+    result = torch.zeros(num_tokens, num_experts + 1, dtype=torch.bool, device=device)  # the last: of no expert
+    tokens = torch.arange(num_tokens, device=device)
+    for slots in slot_table(num_slots, plan.slot_offsets, num_tokens, device).unbind(1):
+        result[tokens, experts[slots]] = True
+    result = result[:, :num_experts]
+    if not bits:
+        return result.contiguous()
+    padded = torch.nn.functional.pad(result, (0, -num_experts % 8)).reshape(num_tokens, (num_experts + 7) // 8, 8)
+    return (padded.to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=device)).sum(2, dtype=torch.uint8)
+
+
 def expert_of_slot_in(plan: PlanTensors) -> Tensor:
     """The plan's, which has it where weights are [T, E]."""
     assert plan.expert_of_slot is not None  # noqa: S101 - for the type checker

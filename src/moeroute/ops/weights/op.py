@@ -67,7 +67,7 @@ def dense_weights(weights: Tensor, expert_ids: Tensor, num_experts: int, *, back
     check.shaped(operator, "weights", weights, tuple(expert_ids.shape), expert_ids)
     check.floating(operator, "weights", weights)
     weights = weights.reshape(-1)
-    if dispatch.plain(weights):
+    if dispatch.plain(weights, slots.expert_of_slot):
         found: Tensor = _module(operator, backend, weights).slot_weights_backward(weights, slots, num_experts, True)
         return found
     found = _slot_weights_backward(weights, slots, num_experts, True, backend)

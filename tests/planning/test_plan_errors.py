@@ -341,8 +341,16 @@ def test_more_rows_than_int32(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb, choice", (("plan_from_expert_ids", (torch.arange(3), 3)), ("plan_from_routing_map", (torch.eye(3) > 0,)))
+    "verb, choice, options",
+    (
+        ("plan_from_expert_ids", (torch.arange(3), 3), {}),
+        ("plan_from_routing_map", (torch.eye(3) > 0,), {}),
+        ("plan_from_routing_map", (torch.eye(3) > 0,), {"topk": 1}),
+        ("plan_from_routing_map", (torch.eye(3) > 0,), {"fill": True}),
+    ),
 )
-def test_more_rows_than_int32_names_the_verb(verb: str, choice: tuple[Any, ...], backend: str) -> None:
+def test_more_rows_than_int32_names_the_verb(
+    verb: str, choice: tuple[Any, ...], options: dict[str, Any], backend: str
+) -> None:
     with pytest.raises(ValueError, match=rf"^moeroute\.{verb}: align must be such that"):
-        getattr(moeroute, verb)(*choice, align=2**30, backend=backend)
+        getattr(moeroute, verb)(*choice, **options, align=2**30, backend=backend)

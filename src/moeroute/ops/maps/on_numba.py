@@ -419,7 +419,7 @@ def _fill_experts(
     check.at_most_slots(num_slots)
     if num_rows is None:
         num_rows = int(starts[-1])
-        check.at_most_rows(num_rows)
+        check.at_most_rows("plan_from_routing_map", num_rows)
     if out is not None:
         check.one_slot_each(out, num_slots)
     row_of_slot = row_of_slot_target(out, num_slots)

@@ -88,7 +88,7 @@ def _fill(
     wanted = (trues + align - 1) // align * align if capacity is None else torch.full_like(trues, capacity)
     taken = wanted.clamp(max=num_tokens)
     selected = place < taken
-    start, tokens, rows, num_rows = segments(taken, segment, align, num_rows)
+    start, tokens, rows, num_rows = segments(taken, segment, align, num_rows, "plan_from_routing_map")
     row = start + place
     row = torch.where(row < num_rows, row, -1)
     if num_slots is None:

@@ -104,6 +104,18 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "rows": ROWS, "x": TOKENS, "plan": PLAN, "dtype": torch.float32, "backend": None}),
     "row_dots, all": (moeroute.row_dots, {
         "rows": ROWS, "x": TOKENS, "plan": MAP_PLAN, "bias": BIAS, "out": torch.zeros(S)}),
+    "dynamic_quantize": (moeroute.dynamic_quantize, {
+        "rows": ROWS, "smooth": BIAS, "expert_of_row": ints(R), "backend": None}),
+    "dynamic_quantize, out": (moeroute.dynamic_quantize, {
+        "rows": ROWS, "smooth": torch.ones(H), "out": (torch.zeros(R, H, dtype=torch.int8), torch.zeros(R))}),
+    "quantize": (moeroute.quantize, {
+        "rows": ROWS, "scale": torch.ones(1), "offset": torch.zeros(1), "backend": None}),
+    "quantize, out": (moeroute.quantize, {
+        "rows": ROWS, "scale": torch.ones(1), "offset": torch.zeros(1), "out": torch.zeros(R, H, dtype=torch.int8)}),
+    "spread_quantized": (moeroute.spread_quantized, {"x": TOKENS, "plan": PLAN, "smooth": BIAS, "backend": None}),
+    "spread_quantized, all": (moeroute.spread_quantized, {
+        "x": TOKENS, "plan": MAP_PLAN, "smooth": BIAS, "expert_of_row": ints(R),
+        "out": (torch.zeros(R, H, dtype=torch.int8), torch.zeros(R))}),
     "slot_weights": (moeroute.slot_weights, {"weights": WEIGHTS, "plan": PLAN, "backend": None}),
     "slot_weights, map": (moeroute.slot_weights, {"weights": ALL_WEIGHTS, "plan": MAP_PLAN, "out": torch.zeros(S)}),
     "dense_weights": (moeroute.dense_weights, {

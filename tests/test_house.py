@@ -38,7 +38,7 @@ FLOORS = (
     ("dispatch", "memory", "plan", "ops.numba_kit.blocks", "ops.numba_kit.floats"),
     ("ops.numba_kit.lanes", "ops.numba_kit.launch"),
     ("ops.layout", "ops.register", "ops.numba_kit.row_sums", "ops.numba_kit.elementary", "ops.numba_kit.slots"),
-    ("ops.balance", "ops.experts", "ops.group_topk", "ops.quantization", "ops.replicas", "ops.router_product"),
+    ("ops.balance", "ops.experts", "ops.group_topk", "ops.half_quantization", "ops.replicas", "ops.router_product"),
     *((f"ops.{room}.*", f"ops.{room}.op") for room in ROOMS),
     ("permutation", "ops.special_experts"),
     ("",),  # the package: its names for users
@@ -245,7 +245,7 @@ def signature_of(function: ast.FunctionDef) -> str:
 
 # Files that a reader of the room on the CPU opens, numba_kit as one. Of gating each direction is five; maps and indices
 # share their last steps with planning, weights its sums with rows.
-FILES_TO_READ = {"rows": 4, "planning": 5, "gating": 6, "weights": 7, "maps": 7, "indices": 7}
+FILES_TO_READ = {"rows": 4, "planning": 5, "gating": 6, "weights": 7, "maps": 7, "indices": 7, "quantization": 6}
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -272,10 +272,12 @@ def test_all_implementations_offer_the_same(room: str, file: str) -> None:
 # ---------------------------------------------------------------------------- public names
 
 FUNCTIONS = (
-    "balance_statistics", "capacity_from_factor", "combine", "dense_weights", "empty_cache", "gating_topk", "gating_topk_backward", "load_balancing_loss",
-    "memory_stats", "permute", "permute_backward", "permute_weights", "permute_weights_backward",
-    "plan_from_chunks", "plan_from_expert_ids", "plan_from_routing_map", "plan_from_row_of_slot", "plan_from_segments",
-    "plan_from_token_ids", "router_z_loss", "routing_map_from_ids", "routing_map_of", "row_dots", "set_memory_pool", "slot_weights", "spread", "unpermute",
+    "balance_statistics", "capacity_from_factor", "combine", "dense_weights", "dynamic_quantize", "empty_cache",
+    "gating_topk", "gating_topk_backward", "load_balancing_loss", "memory_stats", "permute", "permute_backward",
+    "permute_weights", "permute_weights_backward", "plan_from_chunks", "plan_from_expert_ids",
+    "plan_from_routing_map", "plan_from_row_of_slot", "plan_from_segments", "plan_from_token_ids", "quantize",
+    "router_z_loss", "routing_map_from_ids", "routing_map_of", "row_dots", "set_memory_pool", "slot_weights",
+    "spread", "spread_quantized", "unpermute",
     "unpermute_backward", "update_expert_bias",
 )  # fmt: skip
 CLASSES = ("BalanceStatistics", "Gating", "RoutingPlan")

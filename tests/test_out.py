@@ -31,7 +31,7 @@ R = S = T * K
 TOKENS, ROWS = torch.linspace(0, 9, T * H).reshape(T, H).sin(), torch.linspace(0, 5, R * H).reshape(R, H).cos()
 WEIGHTS, ALL_WEIGHTS, SLOTS = GATING.weights, GATING.scores, torch.linspace(1, 2, S)
 
-FLOAT, INT = torch.float32, torch.int32
+FLOAT, INT, BYTE = torch.float32, torch.int32, torch.int8
 Shapes = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 
 
@@ -73,6 +73,9 @@ WAYS: dict[str, tuple[Callable[..., None], Shapes]] = {
     "row_dots": (one(moeroute.row_dots, ROWS, TOKENS, PLAN), ((FLOAT, (S,)),)),
     "row_dots, bfloat16": (
         one(moeroute.row_dots, ROWS, TOKENS, PLAN, dtype=torch.bfloat16), ((torch.bfloat16, (S,)),)),
+    "dynamic_quantize": (many(moeroute.dynamic_quantize, ROWS), ((BYTE, (R, H)), (FLOAT, (R,)))),
+    "quantize": (one(moeroute.quantize, ROWS, torch.tensor(2.0), torch.tensor(1.0)), ((BYTE, (R, H)),)),
+    "spread_quantized": (many(moeroute.spread_quantized, TOKENS, PLAN), ((BYTE, (R, H)), (FLOAT, (R,)))),
     "slot_weights": (one(moeroute.slot_weights, WEIGHTS, PLAN), ((FLOAT, (S,)),)),
     "slot_weights, map": (one(moeroute.slot_weights, ALL_WEIGHTS, MAP_PLAN), ((FLOAT, (S,)),)),
     "permute_weights": (one(moeroute.permute_weights, WEIGHTS, PLAN), ((FLOAT, (R,)),)),
@@ -112,7 +115,7 @@ def test_what_autograd_saved_is_missed(name: str, buffer: str, backend: str) -> 
     for out in outs:
         versions = [other._version for other in outs]
         leaf = torch.ones(out.shape, requires_grad=True)
-        if out.dtype.is_floating_point:
+        if out.dtype is not INT:
             result = (leaf * out).sum()
         else:
             result = leaf.reshape(-1).index_select(0, out if out.dim() == 1 else out[0]).sum()

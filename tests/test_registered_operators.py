@@ -29,6 +29,7 @@ TABLE = {**PLANS, "expert_of_slot": MAP_PLAN.expert_of_slot}
 TOKENS, ROWS = torch.linspace(0, 9, T * H).reshape(T, H).sin(), torch.linspace(0, 5, R * H).reshape(R, H).cos()
 SLOTS, WEIGHTS = torch.linspace(1, 2, S), torch.linspace(0.1, 1, T * K).reshape(T, K)
 LOGITS = torch.linspace(-1, 1, T * E).reshape(T, E).cos()
+EXPERTS = torch.tensor([0, 1, -1, 3, 2, 1], dtype=torch.int32)
 EXPERT_OF_SLOT = MAP_PLAN.expert_of_slot
 CHOICE = {
     "k": K, "score": "sigmoid", "num_groups": 2, "topk_groups": 1, "group_best": 1, "renormalize": True,
@@ -47,6 +48,12 @@ GOOD: dict[str, dict[str, Any]] = {
     "row_dots, ragged": {"rows": ROWS, "x": TOKENS, **RAGGED, "dtype": torch.float32},
     "spread_dots": {"x": TOKENS, "rows": ROWS, "weights": SLOTS, **PLANS},
     "spread_dots, ragged": {"x": TOKENS, "rows": ROWS, "weights": SLOTS, **RAGGED},
+    "dynamic_quantize": {"rows": ROWS, "smooth": None, "expert_of_row": None},
+    "dynamic_quantize, factors": {"rows": ROWS, "smooth": ROWS[:1], "expert_of_row": None},
+    "dynamic_quantize, experts": {"rows": ROWS, "smooth": ROWS[:E], "expert_of_row": EXPERTS},
+    "quantize": {"rows": ROWS, "scale": torch.tensor([20.0]), "offset": torch.tensor([0.5])},
+    "spread_quantized": {"x": TOKENS, "smooth": None, "expert_of_row": None, **PLANS},
+    "spread_quantized, ragged": {"x": TOKENS, "smooth": ROWS[:E], "expert_of_row": EXPERTS, **RAGGED},
     "take": {"values": SLOTS, "index": PLAN.slot_of_row, "inverse": PLAN.row_of_slot},
     "slot_weights": {"weights": LOGITS, **RAGGED},
     "slot_weights, table": {"weights": LOGITS, **TABLE},
@@ -230,6 +237,7 @@ USES: dict[str, Callable[[moeroute.RoutingPlan, str], Any]] = {
     "combine": lambda plan, backend: moeroute.combine(ROWS, plan, backend=backend),
     "combine, init": lambda plan, backend: moeroute.combine(ROWS, plan, init=TOKENS, backend=backend),
     "row_dots": lambda plan, backend: moeroute.row_dots(ROWS, TOKENS, plan, backend=backend),
+    "spread_quantized": lambda plan, backend: moeroute.spread_quantized(TOKENS, plan, backend=backend),
     "permute": lambda plan, backend: moeroute.permute(TOKENS, plan, backend=backend),
     "unpermute": lambda plan, backend: moeroute.unpermute(ROWS, plan, backend=backend),
     "permute, weights": lambda plan, backend: moeroute.permute(TOKENS, plan, weights_of(plan), backend=backend),

@@ -58,6 +58,11 @@ def test_opcheck(which: int, dtype: torch.dtype) -> None:
         (ops.row_dots, (rows, x, *plan.tensors, torch.float32, None)),
         (ops.spread_dots, (x, rows, slots, *plan.tensors, None)),
         (ops.take, (slots, plan.slot_of_row, plan.row_of_slot, None)),
+        (ops.dynamic_quantize, (rows, None, None, None)),
+        (ops.dynamic_quantize, (rows, torch.rand(5, 8, requires_grad=True), plan.slot_of_row, None)),
+        (ops.quantize, (rows, torch.tensor(2.0), torch.tensor([1.0]), None)),
+        (ops.spread_quantized, (x, None, None, *plan.tensors, None)),
+        (ops.spread_quantized, (x, torch.rand(5, 8), plan.slot_of_row, *plan.tensors, None)),
     ):
         torch.library.opcheck(operator, arguments)
     if plan.expert_of_slot is not None:

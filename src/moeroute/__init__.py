@@ -37,6 +37,7 @@ from moeroute.ops.gating.op import (
 from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
+from moeroute.ops.quantization.op import dynamic_quantize, quantize, spread_quantized
 from moeroute.ops.rows.op import combine, row_dots, spread
 from moeroute.ops.weights.op import dense_weights, routing_map_from_ids, routing_map_of, slot_weights
 from moeroute.permutation import (
@@ -58,6 +59,7 @@ __all__ = [
     "capacity_from_factor",
     "combine",
     "dense_weights",
+    "dynamic_quantize",
     "empty_cache",
     "gating_topk",
     "gating_topk_backward",
@@ -73,6 +75,7 @@ __all__ = [
     "plan_from_row_of_slot",
     "plan_from_segments",
     "plan_from_token_ids",
+    "quantize",
     "router_z_loss",
     "routing_map_from_ids",
     "routing_map_of",
@@ -80,6 +83,7 @@ __all__ = [
     "set_memory_pool",
     "slot_weights",
     "spread",
+    "spread_quantized",
     "unpermute",
     "unpermute_backward",
     "update_expert_bias",

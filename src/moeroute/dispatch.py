@@ -24,7 +24,7 @@ from moeroute import check
 
 FILES = {"reference": "reference", "cpu": "on_numba", "triton": "on_triton"}
 NAMES = tuple(FILES)
-ROOMS = ("gating", "planning", "maps", "indices", "rows", "weights")  # of ops, along the data path
+ROOMS = ("gating", "planning", "maps", "indices", "rows", "weights", "quantization")  # of ops, along the data path
 OLDEST_TRITON = (3, 2)
 OLDEST_INTERPRETER = (3, 6)  # older ones write int64 into int32 tensors, beyond their ends
 OLDEST_CAPABILITY = (8, 0)  # the first with bfloat16

@@ -182,6 +182,22 @@ def _spread(case: Case, seed: int) -> Problem:
     )
 
 
+def _spread_quantized(case: Case, seed: int) -> Problem:
+    i = make_inputs(case, seed)
+
+    def composition() -> tuple[Tensor, Tensor]:
+        rows = i["tokens"].index_select(0, i["token_of_row"]).float()
+        scales = rows.abs().amax(1) / 127
+        return (rows / scales[:, None]).round().to(torch.int8), scales
+
+    return Problem(
+        lambda backend: moeroute.spread_quantized(i["tokens"], i["plan"], backend=backend),
+        composition,
+        assert_same_bits,
+        i["tokens"].nbytes + i["rows"].numel() + 4 * i["rows"].shape[0],
+    )
+
+
 def _weighted_combine(case: Case, seed: int) -> Problem:
     i = make_inputs(case, seed)
     shape = (*i["expert_ids"].shape, case.sizes["H"])
@@ -388,6 +404,7 @@ def _one_token(case: Case, seed: int) -> Problem:
 _PROBLEMS = {
     "combine": _combine,
     "spread": _spread,
+    "spread_quantized": _spread_quantized,
     "combine weighted": _weighted_combine,
     "unpermute_backward": _unpermute_backward,
     "gating_topk": _gating,
@@ -412,6 +429,7 @@ def _cases() -> Iterator[Case]:
     rows = (
         ("combine", 0.6, 3.0, 4.5, 8.0),
         ("spread", 0.7, 1.2, 1.2, 5.0),
+        ("spread_quantized", 0.75, 5.0, 5.0, 5.0),
         ("combine weighted", 0.5, 3.5, 6.0, 10.0),
         ("unpermute_backward", 0.5, 4.0, 6.0, 12.0),
     )

@@ -261,6 +261,7 @@ def row_checks(num_tokens: int, experts: int, topk: int, hidden: int, seed: int)
             pair = (grad, tokens)
             yield _check(f"combine pair, bias {name}", moeroute.combine, rows, plan, slots, init=pair, bias=bias)
             yield _check(f"row_dots bias {name}", moeroute.row_dots, rows, grad, plan, bias=bias)
+        yield from _quantised_checks(name, tokens, rows, plan, experts, generator)
     for dtype in DTYPES:
         weights = _spoil(torch.randn(num_tokens, topk, generator=generator), generator).to(dtype)
         yield _check(f"dense_weights {_short(dtype)}", moeroute.dense_weights, weights, ids, experts)
@@ -273,6 +274,22 @@ def row_checks(num_tokens: int, experts: int, topk: int, hidden: int, seed: int)
     integers = torch.randint(-(2**31), 2**31 - 1, (num_tokens, hidden), generator=generator)
     for integer in (torch.int8, torch.int16, torch.int32, torch.int64):
         yield _check(f"permute {_short(integer)}", moeroute.permute, integers.to(integer), plans["map"])
+
+
+def _quantised_checks(
+    name: str, tokens: Tensor, rows: Tensor, plan: moeroute.RoutingPlan, experts: int, generator: torch.Generator
+) -> Iterator[Check]:
+    """Rows as int8: without factors, with one set of them, with one for each expert."""
+    smooth = _spoil(torch.randn(experts, rows.shape[1], generator=generator), generator)
+    expert_of_row = torch.randint(-1, experts + 1, (plan.num_rows,), generator=generator, dtype=torch.int32)
+    kinds: tuple[dict[str, Any], ...] = (
+        {}, {"smooth": smooth[0]}, {"smooth": smooth, "expert_of_row": expert_of_row},
+    )  # fmt: skip
+    for options, words in zip(kinds, ("", ", factors", ", factors by expert"), strict=True):
+        yield _check(f"dynamic_quantize {name}{words}", moeroute.dynamic_quantize, rows, **options)
+        yield _check(f"spread_quantized {name}{words}", moeroute.spread_quantized, tokens, plan, **options)
+    scale, offset = torch.tensor(47.0), torch.tensor([0.5])
+    yield _check(f"quantize {name}", moeroute.quantize, rows, scale, offset)
 
 
 # ---------------------------------------------------------------------------- all

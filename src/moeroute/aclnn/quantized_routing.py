@@ -24,9 +24,10 @@ from moeroute.aclnn.core import (
     wrong_shape,
 )
 from moeroute.aclnn.init_routing import by_column
+from moeroute.ops.half_quantization import quantize_half
 from moeroute.ops.indices.op import plan_from_row_of_slot
 from moeroute.ops.planning.op import plan_from_expert_ids
-from moeroute.ops.quantization import dynamic_quantize, quantize, quantize_half
+from moeroute.ops.quantization.op import quantize, spread_quantized
 from moeroute.ops.rows.op import spread
 from moeroute.plan import RoutingPlan
 
@@ -40,16 +41,11 @@ def _cut(plan: RoutingPlan, rows: int) -> RoutingPlan:
 
 
 def _dynamic(x: Tensor, plan: RoutingPlan, ids: Tensor, first: int, smooth: Tensor | None) -> tuple[Tensor, Tensor]:
-    """int8 rows and their scales; `smooth` has one row for all, or row e - first for expert e. No id of such a row is
-    none: rows without a slot are zeros."""
+    """int8 rows and their scales; `smooth` has one row for all, or row e - first for expert e."""
     if smooth is None or len(smooth) == 1:
-        tokens, scales = dynamic_quantize(x, smooth=None if smooth is None else smooth[0])
-        return spread(tokens, plan), spread(scales[:, None], plan)[:, 0]
-    slots = plan.slot_of_row.long()
-    experts = ids.reshape(-1)[slots.clamp(min=0)].long() - first
-    known = (slots >= 0) & (experts >= 0) & (experts < len(smooth))
-    factors = torch.where(known[:, None], smooth[torch.where(known, experts, 0)], 1.0)
-    return dynamic_quantize(spread(x, plan), smooth=factors)
+        return spread_quantized(x, plan, smooth=None if smooth is None else smooth[0])
+    experts = torch.cat((ids.reshape(-1) - first, ids.new_full((1,), -1)))  # the last for a row without a slot, -1
+    return spread_quantized(x, plan, smooth=smooth, expert_of_row=experts[plan.slot_of_row])
 
 
 def _pairs(counts: Tensor, first: int, length: int) -> Tensor:

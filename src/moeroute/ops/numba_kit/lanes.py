@@ -9,6 +9,7 @@ from numba.extending import intrinsic, lower_builtin, models, register_model
 
 from moeroute.ops.numba_kit.pointers import (
     BLOCK,
+    I8,
     I16,
     I32,
     I64,
@@ -20,6 +21,7 @@ from moeroute.ops.numba_kit.pointers import (
     int32_ptr,
     masked_load,
     narrowed_to,
+    uint8_ptr,
     vector_address,
     vector_of,
     widened,
@@ -160,6 +162,17 @@ def store_ints(typingctx, pointer, offset, value):
         return context.get_dummy_value()
 
     return types.void(int32_ptr, types.int64, int_block_type), codegen
+
+
+@intrinsic
+def store_low_bytes(typingctx, pointer, offset, value):
+    """The low byte of each of 64 integers."""
+
+    def codegen(context, builder, sig, args):
+        builder.store(builder.trunc(args[2], vector_of(I8)), vector_address(builder, args[0], args[1], I8), align=1)
+        return context.get_dummy_value()
+
+    return types.void(uint8_ptr, types.int64, int_block_type), codegen
 
 
 @intrinsic

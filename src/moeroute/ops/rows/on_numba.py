@@ -397,11 +397,11 @@ def plan_slots(plan: PlanTensors, num_rows: int | None = None) -> Slots:
     )
 
 
-def _matrix(tensor: Tensor | None) -> Rows:
+def matrix(tensor: Tensor | None) -> Rows:
     return Rows(0, 0) if tensor is None else Rows(tensor.data_ptr(), tensor.stride(0))
 
 
-def _streaming(target: Tensor) -> bool:
+def past_caches(target: Tensor) -> bool:
     """Whether stores go past the caches: a large result, each row of which begins at a cache line."""
     size = target.element_size()
     return (
@@ -451,11 +451,11 @@ def combine(
             rows.dtype,
             items=num_tokens,
             work=work,
-            out=_matrix(target),
-            rows=_matrix(rows),
+            out=matrix(target),
+            rows=matrix(rows),
             weights=layout.address(weights),
-            init=_matrix(init),
-            init_more=_matrix(init_more),
+            init=matrix(init),
+            init_more=matrix(init_more),
             bias=layout.address(bias),
             slots=slots,
             num_experts=0 if bias is None else bias.shape[0],
@@ -463,17 +463,17 @@ def combine(
         )
         return layout.finish(target, out)
     ahead = 0 if work < SERIAL_WORK else _ahead(work, slots.num_slots // num_tokens, hidden, size)
-    options = {"slots": slots, "hidden": hidden, "ahead": ahead, "streaming": _streaming(target)}
+    options = {"slots": slots, "hidden": hidden, "ahead": ahead, "streaming": past_caches(target)}
     if weights is None:
-        combine_plain(rows.dtype, items=num_tokens, work=work, out=_matrix(target), rows=_matrix(rows), **options)
+        combine_plain(rows.dtype, items=num_tokens, work=work, out=matrix(target), rows=matrix(rows), **options)
     else:
         weights = _float_weights(weights)
         combine_weighted(
             rows.dtype,
             items=num_tokens,
             work=work,
-            out=_matrix(target),
-            rows=_matrix(rows),
+            out=matrix(target),
+            rows=matrix(rows),
             weights=weights.data_ptr(),
             **options,
         )
@@ -498,7 +498,7 @@ def spread(x: Tensor, weights: Tensor | None, plan: PlanTensors, *, out: Tensor 
             row_bytes=hidden * size,
             out_stride=target.stride(0) * size,
             x_stride=x.stride(0) * size,
-            streaming=_streaming(target),
+            streaming=past_caches(target),
         )
     else:
         weights = _float_weights(weights)
@@ -506,14 +506,14 @@ def spread(x: Tensor, weights: Tensor | None, plan: PlanTensors, *, out: Tensor 
             x.dtype,
             items=num_tokens or 1,
             work=work,
-            out=_matrix(target),
+            out=matrix(target),
             out_bytes=target.data_ptr(),
-            x=_matrix(x),
+            x=matrix(x),
             weights=weights.data_ptr(),
             slots=slots,
             hidden=hidden,
             element_bytes=size,
-            streaming=_streaming(target),
+            streaming=past_caches(target),
         )
     return layout.finish(target, out)
 
@@ -538,8 +538,8 @@ def row_dots(
         items=num_tokens or 1,
         work=(slots.num_slots + num_tokens) * hidden * rows.element_size(),
         dots=dots.data_ptr(),
-        rows=_matrix(rows),
-        x=_matrix(x),
+        rows=matrix(rows),
+        x=matrix(x),
         bias=layout.address(bias),
         slots=slots,
         num_experts=0 if bias is None else bias.shape[0],
@@ -568,16 +568,16 @@ def spread_dots(
         x.dtype,
         items=num_tokens or 1,
         work=work,
-        out=_matrix(target),
+        out=matrix(target),
         out_bytes=target.data_ptr(),
         dots=dots.data_ptr(),
-        x=_matrix(x),
-        rows=_matrix(rows),
+        x=matrix(x),
+        rows=matrix(rows),
         weights=weights.data_ptr(),
         slots=slots,
         hidden=hidden,
         element_bytes=size,
         ahead=_ahead(work, 2, hidden, size),
-        streaming=_streaming(target),
+        streaming=past_caches(target),
     )
     return layout.finish(target, out[0]), layout.finish(dots.to(dtype), out[1])

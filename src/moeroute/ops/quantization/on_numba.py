@@ -1,0 +1,256 @@
+"""Rows as int8 on the CPU: kernels, then launchers.
+
+A row is quantised into a work space, from which it is copied: to each of a token's rows, and past the caches where the
+result is large. An int8 is the low byte of an integer, so its rows are written as bytes.
+"""
+
+import numpy as np
+import torch
+from numba import int64
+from torch import Tensor
+
+from moeroute.ops import layout
+from moeroute.ops.numba_kit.blocks import fence, splat
+from moeroute.ops.numba_kit.helpers import helper
+from moeroute.ops.numba_kit.lanes import bits, choose, floats, ints, largest, store_low_bytes
+from moeroute.ops.numba_kit.launch import FLOATS, kernel
+from moeroute.ops.numba_kit.pointers import (
+    LANES,
+    float32_ptr,
+    int32_ptr,
+    is_null,
+    pointer_to,
+    retyped,
+    uint8_ptr,
+)
+from moeroute.ops.numba_kit.row_sums import some
+from moeroute.ops.numba_kit.slots import ZERO, Rows, Slots, first_slot
+from moeroute.ops.rows.on_numba import copy_row, matrix, past_caches, plan_slots, zero_unused_rows
+from moeroute.plan import PlanTensors
+
+MAGNITUDE = np.int32(0x7FFFFFFF)
+LARGEST, SMALLEST, BELOW = np.float32(127), np.float32(-128), np.float32(-129)
+ROUNDS = np.float32(12582912)  # 1.5 · 2^23: in a sum with it the last bit is 1, and the low byte is that of the integer
+
+# ---------------------------------------------------------------------------- kernels: one row
+
+
+@helper
+def store_int8(out, offset, values):
+    """The nearest integers, ties to even, saturated; 0 for NaN. All 64 are written."""
+    values = choose(values > splat(LARGEST), splat(LARGEST), values)
+    values = choose(splat(SMALLEST) > values, splat(SMALLEST), values)
+    integers = bits(values + splat(ROUNDS))
+    store_low_bytes(out, offset, choose(values > splat(BELOW), integers, ints(np.int32(0))))
+
+
+@helper
+def smoothed(x, x_offset, smooth, smooth_offset, count):
+    """A block of x, times its factors; a smooth_offset below 0 means none."""
+    if smooth_offset >= 0:
+        return some(x, x_offset, count) * some(smooth, smooth_offset, count)
+    return some(x, x_offset, count)
+
+
+@helper
+def scale_of(x, x_offset, smooth, smooth_offset, hidden):
+    """The largest magnitude / 127. As integers magnitudes have the same order, and a NaN is above all of them."""
+    top = ints(np.int32(0))
+    for h in range(0, hidden, LANES):
+        at = smooth_offset + h if smooth_offset >= 0 else smooth_offset
+        found = bits(smoothed(x, x_offset + h, smooth, at, min(LANES, hidden - h))) & ints(MAGNITUDE)
+        top = choose(found > top, found, top)
+    return floats(largest(top)) / LARGEST
+
+
+@helper
+def quantize_row(out, x, x_offset, smooth, smooth_offset, hidden):
+    """The row into `out`, which has room for whole blocks; returns its scale."""
+    scale = scale_of(x, x_offset, smooth, smooth_offset, hidden)
+    for h in range(0, hidden, LANES):
+        at = smooth_offset + h if smooth_offset >= 0 else smooth_offset
+        values = smoothed(x, x_offset + h, smooth, at, min(LANES, hidden - h))
+        store_int8(out, h, values / splat(scale))
+    return scale
+
+
+@helper
+def factors_of(row, smooth, expert_of_row, num_experts):
+    """Which row of `smooth` has the factors of this row; -1: none."""
+    if is_null(smooth):
+        return int64(-1)
+    if is_null(expert_of_row):
+        return int64(0)
+    expert = int64(expert_of_row[row])
+    return expert if 0 <= expert < num_experts else int64(-1)
+
+
+# ---------------------------------------------------------------------------- kernels
+
+
+@kernel(keys=FLOATS)
+def dynamic_kernel(
+    out: uint8_ptr,
+    scales: float32_ptr,
+    rows: Rows,
+    smooth: float32_ptr,
+    expert_of_row: int32_ptr,
+    num_experts: int64,
+    hidden: int64,
+    out_stride: int64,
+    streaming: int64,
+    lo: int64,
+    hi: int64,
+):
+    work = np.empty(hidden // 4 + LANES, np.float32)
+    made = retyped(pointer_to(work), "uint8")
+    for r in range(lo, hi):
+        factors = factors_of(r, smooth, expert_of_row, num_experts)
+        scales[r] = quantize_row(made, rows.data, r * rows.stride, smooth, factors * hidden, hidden)
+        copy_row(out, r * out_stride, made, int64(0), hidden, streaming)
+    fence()
+    work[0] = ZERO  # an array is freed after its last use, whoever has its address
+
+
+@kernel(keys=FLOATS)
+def static_kernel(
+    out: uint8_ptr,
+    rows: Rows,
+    scale: float32_ptr,
+    offset: float32_ptr,
+    hidden: int64,
+    out_stride: int64,
+    streaming: int64,
+    lo: int64,
+    hi: int64,
+):
+    work = np.empty(hidden // 4 + LANES, np.float32)
+    made = retyped(pointer_to(work), "uint8")
+    factor, summand = splat(scale[0]), splat(offset[0])
+    for r in range(lo, hi):
+        for h in range(0, hidden, LANES):
+            product = some(rows.data, r * rows.stride + h, min(LANES, hidden - h)) * factor
+            store_int8(made, h, product + summand)
+        copy_row(out, r * out_stride, made, int64(0), hidden, streaming)
+    fence()
+    work[0] = ZERO
+
+
+@kernel(keys=FLOATS)
+def spread_quantized_kernel(
+    out: uint8_ptr,
+    scales: float32_ptr,
+    scale_bytes: uint8_ptr,
+    x: Rows,
+    smooth: float32_ptr,
+    expert_of_row: int32_ptr,
+    slots: Slots,
+    num_experts: int64,
+    hidden: int64,
+    out_stride: int64,
+    streaming: int64,
+    lo: int64,
+    hi: int64,
+):
+    work = np.empty(hidden // 4 + LANES, np.float32)
+    made = retyped(pointer_to(work), "uint8")
+    for t in range(lo, min(hi, slots.num_tokens)):
+        made_with, scale = int64(-2), ZERO
+        for s in range(first_slot(slots, t), first_slot(slots, t + 1)):
+            r = int64(slots.row_of_slot[s])
+            if 0 <= r < slots.num_rows and slots.slot_of_row[r] == s:
+                factors = factors_of(r, smooth, expert_of_row, num_experts)
+                if factors != made_with:
+                    scale = quantize_row(made, x.data, t * x.stride, smooth, factors * hidden, hidden)
+                    made_with = factors
+                copy_row(out, r * out_stride, made, int64(0), hidden, streaming)
+                scales[r] = scale
+    fence()
+    zero_unused_rows(out, slots, hidden, out_stride, lo, hi)
+    zero_unused_rows(scale_bytes, slots, int64(4), int64(4), lo, hi)
+    work[0] = ZERO
+
+
+# ---------------------------------------------------------------------------- launchers
+
+
+def dynamic_quantize(
+    rows: Tensor,
+    smooth: Tensor | None,
+    expert_of_row: Tensor | None,
+    *,
+    out: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
+    """Allocates the [R, H] and [R] results, or writes what `out` has of them, of any strides."""
+    rows, smooth = layout.rows(rows), None if smooth is None else smooth.contiguous()
+    (num_rows, hidden), size = rows.shape, rows.element_size()
+    target = layout.target(out[0], (num_rows, hidden), torch.int8)
+    scales = layout.target(out[1], (num_rows,), torch.float32)
+    dynamic_kernel(
+        rows.dtype,
+        items=num_rows,
+        work=num_rows * hidden * (size + 1),
+        out=target.data_ptr(),
+        scales=scales.data_ptr(),
+        rows=matrix(rows),
+        smooth=layout.address(smooth),
+        expert_of_row=layout.address(expert_of_row),
+        num_experts=0 if smooth is None else smooth.shape[0],
+        hidden=hidden,
+        out_stride=target.stride(0),
+        streaming=past_caches(target),
+    )
+    return layout.finish(target, out[0]), layout.finish(scales, out[1])
+
+
+def quantize(rows: Tensor, scale: Tensor, offset: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Allocates the [R, H] result, or writes `out`, of any strides."""
+    rows = layout.rows(rows)
+    (num_rows, hidden), size = rows.shape, rows.element_size()
+    target = layout.target(out, (num_rows, hidden), torch.int8)
+    static_kernel(
+        rows.dtype,
+        items=num_rows,
+        work=num_rows * hidden * (size + 1),
+        out=target.data_ptr(),
+        rows=matrix(rows),
+        scale=scale.data_ptr(),
+        offset=offset.data_ptr(),
+        hidden=hidden,
+        out_stride=target.stride(0),
+        streaming=past_caches(target),
+    )
+    return layout.finish(target, out)
+
+
+def spread_quantized(
+    x: Tensor,
+    smooth: Tensor | None,
+    expert_of_row: Tensor | None,
+    plan: PlanTensors,
+    *,
+    out: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor]:
+    """Allocates the [R, H] and [R] results, or writes what `out` has of them, of any strides."""
+    x, smooth = layout.rows(x), None if smooth is None else smooth.contiguous()
+    slots = plan_slots(plan)
+    (num_tokens, hidden), size = x.shape, x.element_size()
+    target = layout.target(out[0], (slots.num_rows, hidden), torch.int8)
+    scales = layout.target(out[1], (slots.num_rows,), torch.float32)
+    spread_quantized_kernel(
+        x.dtype,
+        items=num_tokens or 1,
+        work=(slots.num_rows + num_tokens * size) * hidden,
+        out=target.data_ptr(),
+        scales=scales.data_ptr(),
+        scale_bytes=scales.data_ptr(),
+        x=matrix(x),
+        smooth=layout.address(smooth),
+        expert_of_row=layout.address(expert_of_row),
+        slots=slots,
+        num_experts=0 if smooth is None else smooth.shape[0],
+        hidden=hidden,
+        out_stride=target.stride(0),
+        streaming=past_caches(target),
+    )
+    return layout.finish(target, out[0]), layout.finish(scales, out[1])

@@ -133,6 +133,7 @@ TINY = {case.tiny().name: case.tiny() for case in testing.CASES}
 FUNCTION = {
     "combine": "combine",
     "spread": "spread",
+    "spread_quantized": "spread_quantized",
     "combine weighted": "combine",
     "unpermute_backward": "spread_dots",
     "gating_topk": "gating_topk",
@@ -143,12 +144,8 @@ FUNCTION = {
     "routing_map_from_ids": "routing_map",
     "one token": "combine",
 }
-TO_THE_BIT = (
-    "spread",
-    "plan_from_expert_ids",
-    "dense_weights",
-    "routing_map_from_ids",
-)  # where the composition of torch must agree in every bit
+# Where the composition of torch must agree in every bit.
+TO_THE_BIT = ("spread", "spread_quantized", "plan_from_expert_ids", "dense_weights", "routing_map_from_ids")
 
 
 @pytest.mark.parametrize("name", TINY)

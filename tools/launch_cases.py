@@ -185,6 +185,45 @@ def permutation_cases() -> Iterator[Case]:
     yield from over(routing_map, experts=experts, topk=(1, 8), ragged=(False, True), bits=(False, True))
 
 
+def quantization_cases() -> Iterator[Case]:
+    """Calls of the launchers in quantization/on_triton.py."""
+    from moeroute.ops.quantization import on_triton
+
+    def factors(kind: str, hidden: int, rows: int) -> tuple[Tensor | None, Tensor | None]:
+        smooth = None if kind == "none" else matrix(EXPERTS if kind == "by expert" else 1, hidden, torch.float32)
+        return smooth, integers(rows) if kind == "by expert" else None
+
+    kinds = ("none", "one", "by expert")
+
+    def dynamic_quantize(dtype: torch.dtype, hidden: int, kind: str, layout: str, out: str | None) -> None:
+        on_triton.dynamic_quantize(
+            matrix(TOKENS, hidden, dtype, layout), *factors(kind, hidden, TOKENS),
+            out=(None if out is None else matrix(TOKENS, hidden, torch.int8, out), None),
+        )  # fmt: skip
+
+    axes = {"dtype": FLOATS, "hidden": HIDDEN, "layout": LAYOUTS, "out": (None, *LAYOUTS)}
+    yield from over(dynamic_quantize, kind=kinds, **axes)
+
+    def quantize(dtype: torch.dtype, hidden: int, layout: str, out: str | None) -> None:
+        on_triton.quantize(
+            matrix(TOKENS, hidden, dtype, layout), vector(1, torch.float32), vector(1, torch.float32),
+            out=None if out is None else matrix(TOKENS, hidden, torch.int8, out),
+        )  # fmt: skip
+
+    yield from over(quantize, **axes)
+
+    def spread_quantized(
+        dtype: torch.dtype, hidden: int, kind: str, topk: int, layout: str, ragged: bool, out: str | None
+    ) -> None:
+        slots = TOKENS * topk
+        on_triton.spread_quantized(
+            matrix(TOKENS, hidden, dtype, layout), *factors(kind, hidden, slots), plan_tensors(slots, ragged),
+            out=(None if out is None else matrix(slots, hidden, torch.int8, out), None),
+        )  # fmt: skip
+
+    yield from over(spread_quantized, kind=kinds, topk=(1, 8), ragged=(False, True), **axes)
+
+
 def gating_cases() -> Iterator[Case]:
     """Calls of the launchers in gating/on_triton.py."""
     from moeroute.ops.gating import on_triton
@@ -323,3 +362,4 @@ def cases() -> Iterator[Case]:
     yield from gating_cases()
     yield from planning_cases()
     yield from permutation_cases()
+    yield from quantization_cases()

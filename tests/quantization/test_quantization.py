@@ -209,16 +209,20 @@ def test_no_gradient_goes_through(backend: str) -> None:
     assert_same_bits(results[:4], expected)
 
 
-def test_forward_mode_has_no_tangents() -> None:
-    def call(x: Tensor) -> tuple[Tensor, ...]:
-        rows, scales = moeroute.dynamic_quantize(x)
-        return rows, scales, moeroute.quantize(x, torch.tensor(1.0), torch.tensor(0.0))
+def test_transforms_see_constants() -> None:
+    plan = moeroute.plan_from_expert_ids(IDS, 3)
+
+    def scales(x: Tensor) -> Tensor:
+        return moeroute.dynamic_quantize(x)[1].sum() + moeroute.spread_quantized(x, plan)[1].sum()
 
     found = torch.func.vmap(lambda x: moeroute.dynamic_quantize(x))(torch.stack([XD, -XD]))
     assert_same_bits(found[0][1], moeroute.dynamic_quantize(-XD)[0])
+    assert not torch.func.grad(scales)(XD).any()
+    assert torch.func.jvp(scales, (XD,), (torch.ones_like(XD),))[1] == 0
     with torch.autograd.forward_ad.dual_level():
-        for result in call(torch.autograd.forward_ad.make_dual(XD, torch.ones_like(XD))):
-            assert torch.autograd.forward_ad.unpack_dual(result).tangent is None
+        dual = torch.autograd.forward_ad.make_dual(XD, torch.ones_like(XD))
+        assert_same_bits(moeroute.quantize(dual, SCALE, SCALE), moeroute.quantize(XD, SCALE, SCALE))
+        assert not torch.autograd.forward_ad.unpack_dual(scales(dual)).tangent.any()
 
 
 def test_compiled() -> None:

@@ -1,7 +1,7 @@
 """Rows as int8: with a scale found for each row, with one given for all, and while rows are spread.
 
-None has a derivative: no result requires a gradient, whatever its inputs do. The verbs come first, then the checks, then
-what torch.library knows of the operators.
+None has a derivative: no result requires a gradient, whatever its inputs do; forward mode sees constants. The verbs
+come first, then the checks, then what torch.library knows of the operators.
 """
 
 from functools import partial
@@ -36,8 +36,8 @@ def dynamic_quantize(
     zeros has scale 0 and stays 0. A row with an infinity has that scale and becomes 0; one with a NaN likewise.
     `out`: the two tensors to write into. No gradient goes through.
 
-    Equivalent torch: ``scale = rows.float().abs().amax(1) / 127; (rows / scale[:, None]).round().to(torch.int8), scale``
-    where no row is zero.
+    Equivalent torch, where no row is zero: ``scale = rows.float().abs().amax(1) / 127;
+    (rows / scale[:, None]).round().to(torch.int8)``.
 
     >>> import torch, moeroute
     >>> moeroute.dynamic_quantize(torch.tensor([[0.5, 1.5, 2.5, -127.0], [0.0, 0.0, 0.0, 0.0]]))
@@ -107,9 +107,9 @@ def spread_quantized(
 ) -> tuple[Tensor, Tensor]:
     """`spread` and `dynamic_quantize` in one pass: int8 [R, H] and one float32 scale [R] a row.
 
-    x: [T, H], float16, bfloat16 or float32, of which each row is read once; padding rows and their scales are 0. smooth:
-    float32, [H], or for each expert [E, H]: `expert_of_row` is then the plan's own (E entries of rows_per_expert, the
-    first being the first of its range) unless another is given, int32 [R]. The rest is as in `dynamic_quantize`.
+    x: [T, H], float16, bfloat16 or float32. Padding rows and their scales are 0. smooth: float32, a factor for each
+    element [H], or for each expert [E, H]; then `expert_of_row` is the plan's (E as its rows_per_expert) unless another
+    is given, int32 [R]. The rest is as in `dynamic_quantize`.
 
     Equivalent torch: ``dynamic_quantize(x[plan.token_of_row])`` where there is no padding.
 
@@ -212,10 +212,10 @@ def _derivative(ctx: Any, *grads: Any) -> tuple[Any, ...]:
 
 
 def _tangent(ctx: Any, inputs: Any, outputs: tuple[Any, ...], tangents: Any) -> Any:
-    return tuple(None for _ in outputs) if len(outputs) > 1 else None
+    return (None, torch.zeros_like(outputs[1])) if len(outputs) > 1 else None
 
 
-_NO_DERIVATIVE = {"derivative": _derivative, "setup": _setup, "tangent": _tangent}
+_NO_DERIVATIVE: dict[str, Any] = {"derivative": _derivative, "setup": _setup, "tangent": _tangent}
 
 # ---------------------------------------------------------------------------- registration
 

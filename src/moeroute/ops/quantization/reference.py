@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from moeroute.ops.rows.reference import deliver, spread, valid
+from moeroute.ops.rows.reference import deliver, valid
+from moeroute.ops.rows.reference import spread as spread_rows
 from moeroute.plan import PlanTensors
 
 Pair = tuple[Tensor | None, Tensor | None]
@@ -27,8 +28,8 @@ def quantize(rows: Tensor, scale: Tensor, offset: Tensor, *, out: Tensor | None 
 def spread_quantized(
     x: Tensor, smooth: Tensor | None, expert_of_row: Tensor | None, plan: PlanTensors, *, out: Pair = (None, None)
 ) -> tuple[Tensor, Tensor]:
-    used = spread(x.new_ones(x.shape[0], 1), None, plan) != 0
-    rows, scales = dynamic_quantize(spread(x, None, plan), smooth, expert_of_row)
+    used = spread_rows(x.new_ones(x.shape[0], 1), None, plan) != 0
+    rows, scales = dynamic_quantize(spread_rows(x, None, plan), smooth, expert_of_row)
     # A factor may be an infinity or NaN: what it makes of the zeros of a padding row is not wanted.
     return deliver(torch.where(used, rows, 0), out[0]), deliver(torch.where(used[:, 0], scales, 0), out[1])
 

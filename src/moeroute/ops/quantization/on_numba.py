@@ -23,7 +23,7 @@ from moeroute.ops.numba_kit.pointers import (
     retyped,
     uint8_ptr,
 )
-from moeroute.ops.numba_kit.row_sums import some
+from moeroute.ops.numba_kit.row_sums import load_part
 from moeroute.ops.numba_kit.slots import ZERO, Rows, Slots, first_slot
 from moeroute.ops.rows.on_numba import copy_row, matrix, past_caches, plan_slots, zero_unused_rows
 from moeroute.plan import PlanTensors
@@ -48,8 +48,8 @@ def store_int8(out, offset, values):
 def smoothed(x, x_offset, smooth, smooth_offset, count):
     """A block of x, times its factors; a smooth_offset below 0 means none."""
     if smooth_offset >= 0:
-        return some(x, x_offset, count) * some(smooth, smooth_offset, count)
-    return some(x, x_offset, count)
+        return load_part(x, x_offset, count) * load_part(smooth, smooth_offset, count)
+    return load_part(x, x_offset, count)
 
 
 @helper
@@ -129,7 +129,7 @@ def static_kernel(
     factor, summand = splat(scale[0]), splat(offset[0])
     for r in range(lo, hi):
         for h in range(0, hidden, LANES):
-            product = some(rows.data, r * rows.stride + h, min(LANES, hidden - h)) * factor
+            product = load_part(rows.data, r * rows.stride + h, min(LANES, hidden - h)) * factor
             store_int8(made, h, product + summand)
         copy_row(out, r * out_stride, made, int64(0), hidden, streaming)
     fence()

@@ -150,13 +150,35 @@ def spread_quantized_kernel(
                     tl.store(out_at + column, quotients(x_at, smooth_at, column, inside, known, scale), mask=inside)
     else:
         zero_unused_rows(
-            out, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, hidden, out_stride,
-            tile - programs, ROWS, ZERO_BLOCK,
-        )  # fmt: skip
+            out,
+            row_of_slot,
+            slot_of_row,
+            slot_offsets,
+            topk,
+            num_slots,
+            num_rows,
+            num_tokens,
+            hidden,
+            out_stride,
+            tile - programs,
+            ROWS,
+            ZERO_BLOCK,
+        )
         zero_unused_rows(
-            scales, row_of_slot, slot_of_row, slot_offsets, topk, num_slots, num_rows, num_tokens, 1, 1,
-            tile - programs, ROWS, ZERO_BLOCK,
-        )  # fmt: skip
+            scales,
+            row_of_slot,
+            slot_of_row,
+            slot_offsets,
+            topk,
+            num_slots,
+            num_rows,
+            num_tokens,
+            1,
+            1,
+            tile - programs,
+            ROWS,
+            ZERO_BLOCK,
+        )
 
 
 @triton.jit

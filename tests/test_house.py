@@ -350,6 +350,21 @@ def test_no_file_is_longer_than_a_reader_takes_in(folder: str, most: int) -> Non
     assert {name: lines for name, lines in lengths.items() if lines > most} == {}
 
 
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", *(f"docs/{f.name}" for f in (ROOT / "docs").glob("*.md"))]
+)
+def test_documents_name_files_that_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for name in re.findall(r"`((?:[\w.]+/)*\w+\.(?:py|md))(?::\w+)?`", text):
+        assert (
+            any(list(folder.rglob(name)) for folder in (PACKAGE, ROOT / "docs", ROOT / "tests"))
+            or (ROOT / name).exists()
+        ), name
+    for module, name in re.findall(r"`(dispatch|check|layout|triton_kit|testing|register)\.(\w+)", text):
+        (path,) = PACKAGE.rglob(f"{module}.py")
+        assert re.search(rf"\b{name}", path.read_text()), f"{module}.{name}"
+
+
 def test_the_formatter_lays_out_the_code() -> None:
     """Twenty exceptions at most: signatures of Triton kernels, long tables."""
     assert sum(file.read_text().count("# fmt: skip") for file in PACKAGE.rglob("*.py")) <= 20

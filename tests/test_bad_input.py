@@ -25,6 +25,7 @@ IDS = GATING.expert_ids
 PLAN = moeroute.plan_from_expert_ids(IDS, E, backend="reference")
 MAP = torch.zeros(T, E, dtype=torch.bool).scatter_(1, IDS.long(), True)
 MAP_PLAN = moeroute.plan_from_routing_map(MAP, backend="reference")
+LINES = moeroute.row_id_map(MAP_PLAN, backend="reference")
 TOKENS, ROWS, BIAS = torch.ones(T, H), torch.ones(R, H), torch.ones(E, H)
 WEIGHTS, ALL_WEIGHTS, SLOTS = torch.ones(T, K), torch.ones(T, E), torch.ones(S)
 MASK = torch.tensor([False, True, False, False])
@@ -84,6 +85,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "lengths": torch.tensor([2, 1, 3]), "order": torch.tensor([2, 0, 1]), "num_tokens": 6, "backend": None}),
     "plan_from_chunks, out": (moeroute.plan_from_chunks, {
         "lengths": torch.tensor([2, 1, 3]), "order": torch.tensor([2, 0, 1]), "num_tokens": 6, "out": ints(6)}),
+    "plan_from_row_id_map": (moeroute.plan_from_row_id_map, {
+        "row_id_map": LINES, "num_rows": R, "pad_offsets": torch.zeros(E, dtype=torch.int32), "backend": None}),
+    "plan_from_row_id_map, out": (moeroute.plan_from_row_id_map, {
+        "row_id_map": LINES, "num_rows": R, "pad_offsets": None, "out": ints(R)}),
+    "row_id_map": (moeroute.row_id_map, {"plan": MAP_PLAN, "backend": None}),
+    "row_id_map, out": (moeroute.row_id_map, {"plan": PLAN, "out": torch.empty(T, 2 * E + 1, dtype=torch.int32)}),
     "RoutingPlan": (moeroute.RoutingPlan, {
         "row_of_slot": PLAN.row_of_slot, "slot_of_row": PLAN.slot_of_row, "num_tokens": T, "num_rows": R,
         "num_experts": E, "topk": K, "expert_of_slot": IDS.reshape(-1), "tokens_per_expert": PLAN.tokens_per_expert,

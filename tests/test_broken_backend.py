@@ -194,6 +194,7 @@ def gating_backward(backend: str) -> Tensor:
     )
 
 
+LINES = moeroute.row_id_map(DENSE, backend="reference")
 CALLS: dict[str, Callable[[str], Any]] = {
     "gating_topk": lambda b: moeroute.gating_topk(LOGITS, 2, backend=b),
     "gating_topk_backward": gating_backward,
@@ -203,6 +204,8 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "plan_row_of_slot": lambda b: moeroute.plan_from_row_of_slot(IDS, 5, 5, expert_of_slot=IDS, backend=b),
     "plan_token_ids": lambda b: moeroute.plan_from_token_ids(IDS.view(-1), 5, num_experts=2, backend=b),
     "plan_chunks": lambda b: moeroute.plan_from_segments(LENGTHS, 8, backend=b),
+    "plan_row_id_map": lambda b: moeroute.plan_from_row_id_map(LINES, 9, backend=b),
+    "row_id_map": lambda b: moeroute.row_id_map(DENSE, backend=b),
     "spread": lambda b: moeroute.spread(X, PLAN, backend=b),
     "combine": lambda b: moeroute.combine(ROWS, PLAN, backend=b),
     "row_dots": lambda b: moeroute.row_dots(ROWS, X, PLAN, backend=b),

@@ -275,8 +275,9 @@ FUNCTIONS = (
     "balance_statistics", "capacity_from_factor", "combine", "dense_weights", "dynamic_quantize", "empty_cache",
     "gating_topk", "gating_topk_backward", "load_balancing_loss", "memory_stats", "permute", "permute_backward",
     "permute_weights", "permute_weights_backward", "plan_from_chunks", "plan_from_expert_ids",
-    "plan_from_routing_map", "plan_from_row_of_slot", "plan_from_segments", "plan_from_token_ids", "quantize",
-    "router_z_loss", "routing_map_from_ids", "routing_map_of", "row_dots", "set_memory_pool", "slot_weights",
+    "plan_from_routing_map", "plan_from_row_id_map", "plan_from_row_of_slot", "plan_from_segments",
+    "plan_from_token_ids", "quantize",
+    "router_z_loss", "routing_map_from_ids", "routing_map_of", "row_dots", "row_id_map", "set_memory_pool", "slot_weights",
     "spread", "spread_quantized", "unpermute",
     "unpermute_backward", "update_expert_bias",
 )  # fmt: skip

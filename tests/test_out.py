@@ -63,6 +63,9 @@ WAYS: dict[str, tuple[Callable[..., None], Shapes]] = {
     "plan_from_row_of_slot": (one(moeroute.plan_from_row_of_slot, PLAN.row_of_slot, T, R), SLOT_TABLE),
     "plan_from_token_ids": (one(moeroute.plan_from_token_ids, PLAN.token_of_row, T), SLOT_TABLE),
     "plan_from_segments": (one(moeroute.plan_from_segments, torch.tensor([[2, 1], [1, 0]]), T), ((INT, (T,)),)),
+    "plan_from_row_id_map": (
+        one(moeroute.plan_from_row_id_map, moeroute.row_id_map(PLAN, backend="reference"), R), ((INT, (R,)),)),
+    "row_id_map": (one(moeroute.row_id_map, PLAN), ((INT, (T, 2 * E + 1)),)),
     "plan_from_chunks": (
         one(moeroute.plan_from_chunks, torch.tensor([2, 1]), torch.tensor([1, 0]), T), ((INT, (T,)),)),
     "spread": (one(moeroute.spread, TOKENS, PLAN), ((FLOAT, (R, H)),)),

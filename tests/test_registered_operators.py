@@ -89,6 +89,12 @@ GOOD: dict[str, dict[str, Any]] = {
         "row_of_slot": PLAN.row_of_slot, "expert_of_slot": EXPERT_OF_SLOT, "num_rows": R, "first_row": 1},
     "plan_token_ids": {
         "token_ids": PLAN.token_of_row, "rows": torch.arange(R), "num_tokens": T, "num_rows": R, "num_experts": 2},
+    "plan_row_id_map": {
+        "row_id_map": torch.tensor([[1, 0, 1], [-1, -1, 0]]), "pad_offsets": torch.tensor([1]), "num_rows": 3},
+    "row_id_map": {
+        "row_of_slot": MAP_PLAN.row_of_slot, "slot_of_row": MAP_PLAN.slot_of_row,
+        "slot_offsets": MAP_PLAN.slot_offsets, "expert_of_slot": MAP_PLAN.expert_of_slot, "num_tokens": T,
+        "num_experts": E},
     "plan_chunks": {"lengths": torch.tensor([[1, 1], [1, 0]]), "order": None, "num_tokens": T},
     "plan_chunks, ordered": {
         "lengths": torch.tensor([[1], [2], [0]]), "order": torch.tensor([2, 0, 1]), "num_tokens": T},

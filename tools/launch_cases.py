@@ -343,6 +343,17 @@ def planning_cases() -> Iterator[Case]:
         layout=straight, out=buffers,
     )  # fmt: skip
 
+    def plan_row_id_map(dtype: torch.dtype, pad: bool, experts: int, layout: str, out: str | None) -> None:
+        on_triton_indices.plan_row_id_map(
+            matrix(TOKENS, 2 * experts + 1, dtype, layout), integers(experts).long() if pad else None, 512,
+            out=buffer(512, out),
+        )  # fmt: skip
+
+    yield from over(
+        plan_row_id_map, dtype=(torch.int32, torch.int64), pad=(False, True), experts=(1, 8, 256), layout=straight,
+        out=buffers,
+    )  # fmt: skip
+
     def plan_chunks(
         lengths: torch.dtype, order: torch.dtype | None, ranks: int, experts: int, layout: str, out: str | None
     ) -> None:

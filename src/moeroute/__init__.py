@@ -34,7 +34,14 @@ from moeroute.ops.gating.op import (
     gating_topk,
     gating_topk_backward,
 )
-from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.indices.op import (
+    plan_from_chunks,
+    plan_from_row_id_map,
+    plan_from_row_of_slot,
+    plan_from_segments,
+    plan_from_token_ids,
+    row_id_map,
+)
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
 from moeroute.ops.quantization.op import dynamic_quantize, quantize, spread_quantized
@@ -72,6 +79,7 @@ __all__ = [
     "plan_from_chunks",
     "plan_from_expert_ids",
     "plan_from_routing_map",
+    "plan_from_row_id_map",
     "plan_from_row_of_slot",
     "plan_from_segments",
     "plan_from_token_ids",
@@ -80,6 +88,7 @@ __all__ = [
     "routing_map_from_ids",
     "routing_map_of",
     "row_dots",
+    "row_id_map",
     "set_memory_pool",
     "slot_weights",
     "spread",

@@ -202,6 +202,19 @@ def plan_checks(num_tokens: int, experts: int, topk: int, seed: int) -> Iterator
         num_rows=num_tokens * 2,
         num_experts=2,
     )
+    choices = torch.rand(num_tokens, experts, generator=generator) < topk / experts
+    of_plan: tuple[dict[str, Any], ...] = ({}, {"align": 4, "capacity": capacity}, {"topk": topk})
+    for options in of_plan:
+        plan = moeroute.plan_from_routing_map(choices, **options, backend="reference")
+        yield _check(f"row_id_map {options}", moeroute.row_id_map, plan)
+    yield _check("row_id_map of ids", moeroute.row_id_map, moeroute.plan_from_expert_ids(ids, experts, align=4))
+    lines = moeroute.row_id_map(moeroute.plan_from_routing_map(choices, backend="reference"), backend="reference")
+    count = int(choices.sum())
+    yield _check("plan_from_row_id_map", moeroute.plan_from_row_id_map, lines, count)
+    padding = torch.arange(experts) * 3
+    yield _check("plan_from_row_id_map, padded", moeroute.plan_from_row_id_map, lines, 2 * count, pad_offsets=padding)
+    lines = torch.randint(-1, num_tokens, lines.shape, generator=generator)
+    yield _check("plan_from_row_id_map, nonsense", moeroute.plan_from_row_id_map, lines, count, pad_offsets=padding)
     lengths = torch.randint(0, 5, (3, experts), generator=generator)
     yield _check("plan_from_segments", moeroute.plan_from_segments, lengths, int(lengths.sum()))
     order = torch.randperm(3 * experts, generator=generator)

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.indices.op import (
+    plan_from_chunks,
+    plan_from_row_id_map,
+    plan_from_row_of_slot,
+    plan_from_segments,
+    plan_from_token_ids,
+    row_id_map,
+)
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import plan_from_expert_ids
 from plans_by_hand import (
@@ -307,3 +314,68 @@ def test_chunks_drawn(data: st.DataObject) -> None:
             backend=backend,
         )
         assert fields_of(plan) == expected
+
+
+@given(st.data())
+def test_row_id_map_drawn(data: st.DataObject) -> None:
+    num_tokens, num_experts = data.draw(st.integers(0, 5)), data.draw(st.integers(0, 4))
+    num_rows = data.draw(st.integers(0, 14))
+    width = 2 * num_experts + 1
+    entry = st.integers(-1, 6) | st.sampled_from([2**31 - 1, -(2**31)])
+    lines = [[data.draw(entry) for _ in range(width)] for _ in range(num_tokens)]
+    pads = data.draw(st.none() | st.lists(entry, min_size=num_experts, max_size=num_experts))
+    tokens, rows, experts = [], [], []
+    for t, line in enumerate(lines):
+        for k in range(min(max(line[-1], 0), num_experts)):
+            row, expert = line[k], line[num_experts + k]
+            live = 0 <= row < num_rows and 0 <= expert < num_experts
+            if live and pads is not None:
+                live = pads[expert] >= 0 and row + pads[expert] < num_rows
+                row += pads[expert]
+            tokens.append(t)
+            rows.append(row if live else -1)
+            experts.append(expert if live else -1)
+    spare = [-1] * (num_rows - len(tokens))
+    rows, experts, owners = ((found + spare)[:num_rows] for found in (rows, experts, tokens))
+    expected = dict.fromkeys(UNKNOWN) | {
+        "row_of_slot": rows,
+        "slot_of_row": last_slot_of_row(rows, num_rows),
+        "num_tokens": num_tokens,
+        "num_rows": num_rows,
+        "topk": None,
+        "num_experts": num_experts,
+        "slot_offsets": [min(end, num_rows) for end in offsets_of(tokens, num_tokens)],
+        "expert_of_slot": experts,
+        "token_of_slot": owners,
+    }
+    for backend in data.draw(BACKENDS):
+        for dtype in (torch.int32, torch.int64):
+            plan = plan_from_row_id_map(
+                torch.tensor(lines, dtype=dtype).reshape(num_tokens, width),
+                num_rows,
+                pad_offsets=None if pads is None else torch.tensor(pads, dtype=dtype),
+                backend=backend,
+            )
+            assert fields_of(plan) == expected
+
+
+@given(map_cases(), st.none() | st.integers(0, 4), BACKENDS)
+def test_row_id_map_of_a_plan_drawn(case: MapCase, topk: int | None, names: tuple[str, ...]) -> None:
+    routing_map, num_experts, drawn = case
+    shape = (len(routing_map), num_experts)
+    fields = expected_from_map(routing_map, num_experts, topk, **drawn)
+    expected = []
+    for t in range(len(routing_map)):
+        mine = [
+            s
+            for s in range(len(fields["row_of_slot"]))
+            if fields["token_of_slot"][s] == t and fields["row_of_slot"][s] >= 0
+        ]
+        unused = [-1] * (num_experts - len(mine))
+        rows, experts = ([fields[name][s] for s in mine] for name in ("row_of_slot", "expert_of_slot"))
+        expected.append([*rows, *unused, *experts, *unused, len(mine)])
+    call = call_options(drawn, torch.float32, shape)
+    tensor = torch.tensor(routing_map, dtype=torch.bool).reshape(shape)
+    for name in names:
+        plan = plan_from_routing_map(tensor, topk=topk, backend=name, **call)
+        assert row_id_map(plan, backend=name).tolist() == expected

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 import moeroute
-from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.indices.op import (
+    plan_from_chunks,
+    plan_from_row_id_map,
+    plan_from_row_of_slot,
+    plan_from_segments,
+    plan_from_token_ids,
+    row_id_map,
+)
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
 from moeroute.plan import RoutingPlan
@@ -317,6 +324,20 @@ SHAPE_OF_ROWS = "row_of_slot must be [T, K] or [T * K] with T = num_tokens = 2"
         (lambda: plan_from_chunks(IDS[0], IDS, 2), V, "order must be [N] with N = 2, as lengths; got shape [2, 2]"),
         (lambda: plan_from_chunks(IDS[0], IDS[0, :1], 2), V, "order must be [N] with N = 2, as lengths; got shape [1]"),
         (lambda: plan_from_chunks(IDS[0], IDS[0], -2), V, f"num_tokens must be in 0..{LIMIT}; got -2"),
+        (lambda: plan_from_row_id_map(IDS, 2), V, "row_id_map must be [T, 2E + 1]; got shape [2, 2]"),
+        (lambda: plan_from_row_id_map(IDS[0], 2), V, "row_id_map must be [T, 2E + 1]; got shape [2]"),
+        (lambda: plan_from_row_id_map(IDS.float(), 2), T, "row_id_map must be of an integer dtype; got torch.float32"),
+        (lambda: plan_from_row_id_map(IDS[:, :1], -1), V, f"num_rows must be in 0..{LIMIT}; got -1"),
+        (
+            lambda: plan_from_row_id_map(IDS[:, :1], 1, pad_offsets=IDS[0]),
+            V,
+            "pad_offsets must be [E] with E = 0, as row_id_map; got shape [2]",
+        ),
+        (
+            lambda: row_id_map(plan_from_expert_ids(IDS, None)),
+            V,
+            "plan must be one that knows the expert of each slot; got one without",
+        ),
         # capacity
         (bad_factor(-1, 1, 1, 1.0), V, "num_tokens must be at least 0; got -1"),
         (bad_factor(1, 1, 0, 1.0), V, "num_experts must be at least 1; got 0"),

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.indices.op import (
+    plan_from_chunks,
+    plan_from_row_id_map,
+    plan_from_row_of_slot,
+    plan_from_segments,
+    plan_from_token_ids,
+    row_id_map,
+)
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.permutation import permute, unpermute
@@ -144,3 +151,56 @@ def test_the_caller_knows_the_number_of_slots(backend: str) -> None:
     assert present(fewer.slot_offsets).tolist() == [0, 2, 3, 3, 4]
     known = plan_from_routing_map(routing_map.to("meta"), num_slots=8, num_rows=6, backend="reference")
     assert (known.num_slots, known.num_rows) == (8, 6)
+
+
+def test_row_id_map_of_a_map(backend: str) -> None:
+    """By the layout's definition: rows of the token's experts, from column E on the experts, last how many."""
+    routing_map = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
+    plan = plan_from_routing_map(routing_map, backend=backend)
+    x = -1
+    lines = [[0, 2, x, 0, 1, x, 2], [4, x, x, 2, x, x, 1], [x, x, x, x, x, x, 0], [1, 3, 5, 0, 1, 2, 3]]
+    assert row_id_map(plan, backend=backend).tolist() == lines
+    dropped = plan_from_routing_map(routing_map, capacity=1, backend=backend)
+    assert row_id_map(dropped, backend=backend).tolist() == [
+        [0, 1, x, 0, 1, x, 2], [2, x, x, 2, x, x, 1], [x, x, x, x, x, x, 0], [x, x, x, x, x, x, 0]
+    ]  # fmt: skip
+    again = plan_from_row_id_map(torch.tensor(lines), 6, backend=backend)
+    for field in ("row_of_slot", "slot_of_row", "slot_offsets", "expert_of_slot"):
+        assert present(getattr(again, field)).tolist() == present(getattr(plan, field)).tolist()
+    # Undefined entries are not read, and the order inside a line is free.
+    other = torch.tensor([[2, 0, 77, 1, 0, -9, 2], [4, 3, 3, 2, 3, 3, 1], [9, 9, 9, 9, 9, 9, 0], [5, 3, 1, 2, 1, 0, 3]])
+    again = plan_from_row_id_map(other.int(), 6, backend=backend)
+    assert again.token_of_row.tolist() == plan.token_of_row.tolist()
+    weights = torch.arange(1.0, 13).reshape(4, 3)
+    rows = torch.tensor([[1.0], [10], [100], [1000], [10000], [100000]])
+    expected = [[1 * 1 + 2 * 100.0], [6 * 10000], [0], [10 * 10 + 11 * 1000 + 12 * 100000]]
+    assert unpermute(rows, again, weights, backend=backend).tolist() == expected
+
+
+def test_row_id_map_with_padding(backend: str) -> None:
+    """Rows of an expert lie behind the padding of those before it."""
+    routing_map = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
+    dense = row_id_map(plan_from_routing_map(routing_map, backend=backend), backend=backend)
+    padded = plan_from_routing_map(routing_map, align=4, backend=backend)
+    found = plan_from_row_id_map(dense, 12, pad_offsets=torch.tensor([0, 2, 4]), backend=backend)
+    assert found.slot_of_row.tolist() == padded.slot_of_row.tolist()
+    assert found.row_of_slot.tolist() == [*padded.row_of_slot.tolist(), *[-1] * 6]
+    direct = plan_from_row_id_map(row_id_map(padded, backend=backend), 12, backend=backend)
+    assert direct.slot_of_row.tolist() == padded.slot_of_row.tolist()
+
+
+def test_row_id_map_of_ids(backend: str) -> None:
+    """Slots in the order of the ids; local experts where there is a range."""
+    ids = torch.tensor([[2, 0], [-1, 2], [0, 2]])
+    plan = plan_from_expert_ids(ids, 3, align=4, backend=backend)
+    x = -1
+    assert row_id_map(plan, backend=backend).tolist() == [
+        [4, 0, x, 2, 0, x, 2], [5, x, x, 2, x, x, 1], [1, 6, x, 0, 2, x, 2]
+    ]  # fmt: skip
+    local = plan_from_expert_ids(ids, 3, expert_range=(1, 3), backend=backend)
+    assert row_id_map(local, backend=backend).tolist() == [[0, x, 1, x, 1], [1, x, 1, x, 1], [2, x, 1, x, 1]]
+    twice = plan_from_expert_ids(torch.tensor([[0, 0]]), 1, backend=backend)
+    assert row_id_map(twice, backend=backend).tolist() == [[0, 0, 1]]
+    assert row_id_map(plan_from_expert_ids(ids[:0], 3, backend=backend), backend=backend).shape == (0, 7)
+    empty = plan_from_row_id_map(torch.zeros(2, 1, dtype=torch.int32), 3, backend=backend)
+    assert (empty.row_of_slot.tolist(), present(empty.slot_offsets).tolist()) == ([-1] * 3, [0, 0, 0])

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from case_ids import spelled
-from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.indices.op import (
+    plan_from_chunks,
+    plan_from_row_id_map,
+    plan_from_row_of_slot,
+    plan_from_segments,
+    plan_from_token_ids,
+)
 from moeroute.ops.maps import on_numba as on_numba_maps
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.numba_kit import launch
@@ -67,6 +73,7 @@ def all_plans(backend: str) -> Iterator[RoutingPlan]:
     yield plan_from_row_of_slot(rows, 30, 60, first_row=2, expert_of_slot=rows, backend=backend)
     yield plan_from_token_ids(draw(-1, 12, 80), 11, rows=draw(-1, 90, 80), num_rows=84, num_experts=7, backend=backend)
     yield plan_from_segments(draw(0, 5, 4, 6), 45, backend=backend)
+    yield plan_from_row_id_map(draw(-1, 90, 30, 17), 100, pad_offsets=draw(0, 9, 8), backend=backend)
     yield plan_from_chunks(draw(0, 5, 24), torch.randperm(24, generator=generator), 45, backend=backend)
     yield plan_from_chunks(draw(-1, 5, 24), draw(-1, 26, 24), 45, backend=backend)
 
@@ -256,6 +263,9 @@ OUT_CASES = {
         torch.tensor([[3, -1], [9, 4], [5, 2]]), 3, 4, first_row=2, out=out, backend=backend
     ),
     "tokens": lambda out, backend: plan_from_token_ids(torch.tensor([1, 0, 7, 1, 0, 2]), 3, out=out, backend=backend),
+    "row id map": lambda out, backend: plan_from_row_id_map(
+        torch.tensor([[0, 2, 0, 1, 2], [1, -1, 0, -1, 1]]), 6, out=out, backend=backend
+    ),
     "chunks": lambda out, backend: plan_from_chunks(
         torch.tensor([2, 1, 2]), torch.tensor([1, 2, 0]), 6, out=out, backend=backend
     ),

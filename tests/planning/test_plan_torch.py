@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
+from moeroute.ops.indices.op import (
+    plan_from_chunks,
+    plan_from_row_id_map,
+    plan_from_row_of_slot,
+    plan_from_segments,
+    plan_from_token_ids,
+    row_id_map,
+)
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
 from moeroute.plan import RoutingPlan
@@ -24,6 +31,7 @@ def test_opcheck(backend: str, empty: bool) -> None:
         ids, routing_map = ids[:0], routing_map[:0]
     weights, map_weights = torch.rand(ids.shape), torch.rand(routing_map.shape)
     flat, num_tokens = ids.reshape(-1), ids.shape[0]
+    lines = row_id_map(plan_from_routing_map(routing_map, backend="reference"), backend="reference")
     cases = [
         (ops.plan_expert_ids, (ids, None, 3, 0, 3, None, None, 1, None, False, backend)),
         (ops.plan_expert_ids, (ids.int(), weights, 3, 1, 3, 1, 2, 2, 5, True, backend)),
@@ -36,6 +44,10 @@ def test_opcheck(backend: str, empty: bool) -> None:
         (ops.plan_row_of_slot, (flat, flat, 4, 1, backend)),
         (ops.plan_token_ids, (flat, flat, num_tokens, 6, 2, backend)),
         (ops.plan_chunks, (ids, None, 4, backend)),
+        (ops.plan_row_id_map, (lines, torch.tensor([0, 1, 2]), 7, backend)),
+        (ops.plan_row_id_map, (lines.long(), None, 4, backend)),
+        (ops.row_id_map, (*plan_from_routing_map(routing_map, backend="reference").tensors, 3, backend)),
+        (ops.row_id_map, (flat.int(), flat.int(), None, flat.int(), num_tokens, 3, backend)),
         (ops.plan_chunks, (flat[:, None], flat, 4, backend)),
     ]
     for operator, arguments in cases:
@@ -62,6 +74,8 @@ def every_constructor(ids: Tensor, routing_map: Tensor, backend: str | None) -> 
     yield plan_from_routing_map(routing_map.int(), fill=True, align=3, backend=backend)
     yield plan_from_routing_map(routing_map, fill=True, align=3, num_slots=7, num_rows=11, backend=backend)
     yield plan_from_routing_map(routing_map, num_slots=2 * num_tokens, backend=backend)
+    lines = row_id_map(plan, backend=backend)
+    yield plan_from_row_id_map(lines, 3 * num_tokens, pad_offsets=ids[0, :1].clamp(min=0).expand(4), backend=backend)
     yield plan_from_segments(ids, 3 * num_tokens, backend=backend)
     yield plan_from_chunks(ids[:, 0], ids[:, 1], 3 * num_tokens, backend=backend)
 

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from moeroute import memory
 from moeroute.dtypes import LARGEST
+from moeroute.ops import layout
 from moeroute.ops.numba_kit.launch import element_ptr, kernel
 from moeroute.ops.numba_kit.pointers import int32_ptr, int64_ptr, is_null
 from moeroute.ops.planning.on_numba import CPU, INDEX_DTYPES, NONE, SLOT_WORK, address, count_up, row_of_slot_target
+from moeroute.plan import PlanTensors
 
 # ---------------------------------------------------------------------------- kernels: rows of slots and of tokens
 
@@ -150,6 +152,75 @@ def deal_chunks(
             slot_of_row[row + i] = np.int32(token + i)
 
 
+# ---------------------------------------------------------------------------- kernels: row id maps
+#
+# A row id map is [T, 2E + 1]: the rows of a token's n experts, from column E on their ids, n last.
+
+
+@kernel(keys=INDEX_DTYPES, parallel=False)
+def map_offsets(
+    slot_offsets: int32_ptr, row_id_map: element_ptr, num_experts: int64, num_rows: int64, lo: int64, hi: int64
+):
+    slot = int64(0)
+    for t in range(lo, hi):
+        slot_offsets[t] = np.int32(slot)
+        count = min(max(int64(row_id_map[(t + 1) * (2 * num_experts + 1) - 1]), int64(0)), num_experts)
+        slot = min(slot + count, num_rows)
+    slot_offsets[hi] = np.int32(slot)
+
+
+@kernel(keys=INDEX_DTYPES)
+def read_map(
+    row_of_slot: int32_ptr,
+    expert_of_slot: int32_ptr,
+    slot_offsets: int32_ptr,
+    row_id_map: element_ptr,
+    pad_offsets: int64_ptr,
+    num_experts: int64,
+    num_rows: int64,
+    lo: int64,
+    hi: int64,
+):
+    for t in range(lo, hi):
+        first = int64(slot_offsets[t])
+        line = t * (2 * num_experts + 1)
+        for s in range(first, int64(slot_offsets[t + 1])):
+            row = int64(row_id_map[line + s - first])
+            expert = int64(row_id_map[line + num_experts + s - first])
+            live = 0 <= row < num_rows and 0 <= expert < num_experts
+            if live and not is_null(pad_offsets):
+                live = 0 <= pad_offsets[expert] < num_rows and row + pad_offsets[expert] < num_rows
+                row += pad_offsets[expert]
+            row_of_slot[s] = np.int32(row) if live else NONE
+            expert_of_slot[s] = np.int32(expert) if live else NONE
+
+
+@kernel()
+def write_map(
+    out: int32_ptr,
+    row_of_slot: int32_ptr,
+    expert_of_slot: int32_ptr,
+    slot_offsets: int32_ptr,
+    num_experts: int64,
+    num_slots: int64,
+    num_rows: int64,
+    lo: int64,
+    hi: int64,
+):
+    for t in range(lo, hi):
+        line = t * (2 * num_experts + 1)
+        count = int64(0)
+        for i in range(2 * num_experts):
+            out[line + i] = NONE
+        for s in range(max(int64(slot_offsets[t]), int64(0)), min(int64(slot_offsets[t + 1]), num_slots)):
+            row, expert = row_of_slot[s], expert_of_slot[s]
+            if 0 <= row < num_rows and 0 <= expert < num_experts and count < num_experts:
+                out[line + count] = row
+                out[line + num_experts + count] = expert
+                count += 1
+        out[line + 2 * num_experts] = np.int32(count)
+
+
 # ---------------------------------------------------------------------------- launchers
 
 
@@ -275,3 +346,58 @@ def plan_chunks(
         num_tokens=num_tokens,
     )
     return row_of_slot, slot_of_row, tokens
+
+
+def plan_row_id_map(
+    row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, num_experts = row_id_map.shape[0], row_id_map.shape[1] // 2
+    slot_offsets = torch.empty(num_tokens + 1, dtype=torch.int32, device=CPU)
+    map_offsets(
+        row_id_map.dtype,
+        items=num_tokens,
+        work=0,
+        slot_offsets=slot_offsets.data_ptr(),
+        row_id_map=row_id_map.data_ptr(),
+        num_experts=num_experts,
+        num_rows=num_rows,
+    )
+    row_of_slot, expert_of_slot = row_of_slot_target(out, num_rows), memory.empty((num_rows,), torch.int32)
+    read_map(
+        row_id_map.dtype,
+        items=num_tokens,
+        work=SLOT_WORK * num_rows,
+        row_of_slot=row_of_slot.data_ptr(),
+        expert_of_slot=expert_of_slot.data_ptr(),
+        slot_offsets=slot_offsets.data_ptr(),
+        row_id_map=row_id_map.data_ptr(),
+        pad_offsets=address(pad_offsets),
+        num_experts=num_experts,
+        num_rows=num_rows,
+    )
+    used = int(slot_offsets[-1])
+    row_of_slot[used:] = -1
+    expert_of_slot[used:] = -1
+    return row_of_slot, _inverse(row_of_slot, num_rows), slot_offsets, expert_of_slot
+
+
+def row_id_map(plan: PlanTensors, num_experts: int, *, out: Tensor | None = None) -> Tensor:
+    num_slots, num_tokens = plan.row_of_slot.shape[0], plan.num_tokens
+    offsets = plan.slot_offsets
+    if offsets is None:
+        offsets = torch.arange(num_tokens + 1, dtype=torch.int32, device=CPU) * (num_slots // max(num_tokens, 1))
+    shape = num_tokens, 2 * num_experts + 1
+    into = out if out is not None and out.is_contiguous() else memory.empty(shape, torch.int32)
+    write_map(
+        None,
+        items=num_tokens,
+        work=num_tokens * shape[1],
+        out=into.data_ptr(),
+        row_of_slot=plan.row_of_slot.data_ptr(),
+        expert_of_slot=plan.expert_of_slot.data_ptr(),
+        slot_offsets=offsets.data_ptr(),
+        num_experts=num_experts,
+        num_slots=num_slots,
+        num_rows=plan.slot_of_row.shape[0],
+    )
+    return layout.finish(into, out)

@@ -5,9 +5,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moeroute.ops import layout
 from moeroute.ops.planning.on_triton import cut, nothing
 from moeroute.ops.planning.triton_sort import BINS, PIECE, WARPS, bin_bounds, empty_like, first_at_least, sort_slots
 from moeroute.ops.triton_kit import launch, programs, tile_rows
+from moeroute.plan import PlanTensors
+
+MAP_TOKENS = 128
 
 # ---------------------------------------------------------------------------- kernels
 
@@ -151,6 +155,74 @@ def deal_chunks(
     tl.store(tokens + at, cut(end - begin, begin, num_tokens), mask=mine)
 
 
+# A row id map is [T, 2E + 1]: the rows of a token's n experts, from column E on their ids, n last.
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_rows"])
+def read_map(
+    row_of_slot,
+    slot_of_row,
+    expert_of_slot,
+    slot_offsets,
+    row_id_map,
+    pad_offsets,
+    num_tokens,
+    num_experts,
+    num_rows,
+    PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    valid = token < num_tokens
+    first = tl.load(slot_offsets + token, mask=valid, other=0)
+    count = tl.load(slot_offsets + token + 1, mask=valid, other=0) - first
+    line = token * (2 * num_experts + 1)
+    for k in range(0, tl.max(count, axis=0)):
+        owned = k < count
+        row = tl.load(row_id_map + line + k, mask=owned, other=-1).to(tl.int64)
+        expert = tl.load(row_id_map + line + num_experts + k, mask=owned, other=-1).to(tl.int64)
+        live = owned & (row >= 0) & (row < num_rows) & (expert >= 0) & (expert < num_experts)
+        if PAD:
+            pad = tl.load(pad_offsets + expert, mask=live, other=0)
+            live = live & (pad >= 0) & (pad < num_rows)
+            row = tl.where(live, row + pad, -1)
+            live = live & (row < num_rows)
+        slot = first + k
+        tl.store(row_of_slot + slot, tl.where(live, row, -1).to(tl.int32), mask=owned)
+        tl.store(expert_of_slot + slot, tl.where(live, expert, -1).to(tl.int32), mask=owned)
+        tl.atomic_max(slot_of_row + row, slot, mask=live)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_experts", "num_slots", "num_rows"])
+def write_map(
+    out,
+    row_of_slot,
+    expert_of_slot,
+    slot_offsets,
+    num_tokens,
+    num_experts,
+    num_slots,
+    num_rows,
+    TOKENS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    valid = token < num_tokens
+    first = tl.maximum(tl.load(slot_offsets + token, mask=valid, other=0), 0)
+    last = tl.minimum(tl.load(slot_offsets + token + 1, mask=valid, other=0), num_slots)
+    line = token * (2 * num_experts + 1)
+    count = tl.zeros((TOKENS,), tl.int32)
+    for k in range(0, tl.max(last - first, axis=0)):
+        slot = first + k
+        owned = valid & (slot < last)
+        row = tl.load(row_of_slot + slot, mask=owned, other=-1)
+        expert = tl.load(expert_of_slot + slot, mask=owned, other=-1)
+        used = (row >= 0) & (row < num_rows) & (expert >= 0) & (expert < num_experts) & (count < num_experts)
+        tl.store(out + line + count, row, mask=used)
+        tl.store(out + line + num_experts + count, expert, mask=used)
+        count += used.to(tl.int32)
+    tl.store(out + line + 2 * num_experts, count, mask=valid)
+
+
 # ---------------------------------------------------------------------------- launchers
 
 
@@ -276,3 +348,58 @@ def plan_chunks(
         PIECE=piece,
     )
     return row_of_slot, slot_of_row, tokens
+
+
+def plan_row_id_map(
+    row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, num_experts = row_id_map.shape[0], row_id_map.shape[1] // 2
+    slot_offsets = empty_like(row_id_map, num_tokens + 1)
+    slot_offsets[0] = 0
+    slot_offsets[1:] = row_id_map[:, -1].clamp(min=0, max=num_experts).cumsum(0).clamp(max=num_rows)
+    row_of_slot = nothing(row_id_map, num_rows) if out is None else out.fill_(-1)
+    expert_of_slot, slot_of_row = nothing(row_id_map, num_rows), nothing(row_id_map, num_rows)
+    tokens = tile_rows(num_tokens, MAP_TOKENS)
+    launch(
+        read_map,
+        programs(num_tokens, tokens),
+        row_of_slot=row_of_slot,
+        slot_of_row=slot_of_row,
+        expert_of_slot=expert_of_slot,
+        slot_offsets=slot_offsets,
+        row_id_map=row_id_map,
+        pad_offsets=row_id_map if pad_offsets is None else pad_offsets,
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        num_rows=num_rows,
+        warps=WARPS,
+        spare=True,
+        PAD=pad_offsets is not None,
+        TOKENS=tokens,
+    )
+    return row_of_slot, slot_of_row, slot_offsets, expert_of_slot
+
+
+def row_id_map(plan: PlanTensors, num_experts: int, *, out: Tensor | None = None) -> Tensor:
+    num_slots, num_tokens, device = plan.row_of_slot.shape[0], plan.num_tokens, plan.row_of_slot.device
+    offsets = plan.slot_offsets
+    if offsets is None:
+        offsets = torch.arange(num_tokens + 1, dtype=torch.int32, device=device) * (num_slots // max(num_tokens, 1))
+    into = out if out is not None and out.is_contiguous() else empty_like(offsets, num_tokens, 2 * num_experts + 1)
+    into.fill_(-1)
+    tokens = tile_rows(num_tokens, MAP_TOKENS)
+    launch(
+        write_map,
+        programs(num_tokens, tokens),
+        out=into,
+        row_of_slot=plan.row_of_slot,
+        expert_of_slot=plan.expert_of_slot,
+        slot_offsets=offsets,
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        num_slots=num_slots,
+        num_rows=plan.slot_of_row.shape[0],
+        warps=WARPS,
+        TOKENS=tokens,
+    )
+    return layout.finish(into, out)

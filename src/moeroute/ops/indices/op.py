@@ -5,9 +5,10 @@ from torch import Tensor
 
 from moeroute import check, dispatch
 from moeroute.dtypes import LARGEST
+from moeroute.ops import layout
 from moeroute.ops.planning.common import destination, fake_vector, hand_over, index_tensor, or_empty
-from moeroute.ops.register import register
-from moeroute.plan import RoutingPlan, make_plan
+from moeroute.ops.register import PLAN_SCHEMA, register
+from moeroute.plan import PlanTensors, RoutingPlan, expect_plan, given_plan, make_plan, values_at
 
 
 def plan_from_row_of_slot(
@@ -225,7 +226,104 @@ def _chunks(
     return found
 
 
+def plan_from_row_id_map(
+    row_id_map: Tensor,
+    num_rows: int,
+    *,
+    pad_offsets: Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> RoutingPlan:
+    """The plan of Transformer Engine's `row_id_map`, which its `moe_permute` returns.
+
+    `row_id_map` [T, 2E + 1], int32 or another integer dtype: token t goes to n = `row_id_map[t, 2E]` experts; the
+    first n entries of its line are its rows, the n from column E on the experts' ids; nothing else is read.
+    `pad_offsets` [E], as `moe_permute_and_pad_with_probs` returns it, is added to the rows of each expert.
+
+    >>> row_id_map = torch.tensor([[2, 0, 1, 0, 2], [1, -1, 0, -1, 1]])
+    >>> plan = plan_from_row_id_map(row_id_map, num_rows=3)
+    >>> plan.token_of_row.tolist(), plan.slot_offsets.tolist(), plan.expert_of_slot.tolist()
+    ([0, 1, 0], [0, 2, 3], [1, 0, 0])
+
+    In torch: `token_of_row[row_id_map[t, :n]] = t`.
+
+    Tokens own different numbers of slots, in the order of the map, so that weights are [T, E]. Nothing is read back:
+    S = R = `num_rows`, and slots behind the last entry belong to no token; entries from the `num_rows`-th on have
+    none. n counts at most E. A row outside [0, num_rows), with the offset or without, or an id outside [0, E) is a
+    slot without a row and an expert. The plan has no counts of its experts.
+
+    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
+    """
+    operator = "plan_from_row_id_map"
+    row_id_map, pad_offsets = _map_of(operator, row_id_map, pad_offsets)
+    check.integer(operator, "num_rows", num_rows, 0, LARGEST)
+    chosen = dispatch.choose(operator, backend, row_id_map.device)
+    out, into, (row_id_map, pad_offsets) = destination(operator, out, num_rows, row_id_map, pad_offsets)
+    if out is not None or dispatch.plain(row_id_map, pad_offsets):
+        found = dispatch.module("indices", chosen).plan_row_id_map(row_id_map, pad_offsets, num_rows, out=into)
+        hand_over(found[0], out)
+    else:
+        found = _plan_row_id_map(row_id_map, pad_offsets, num_rows, chosen)
+    rows, slots, offsets, experts = found
+    return make_plan(rows, slots, row_id_map.shape[0], row_id_map.shape[1] // 2, None, offsets, experts)
+
+
+def row_id_map(plan: RoutingPlan, *, out: Tensor | None = None, backend: str | None = None) -> Tensor:
+    """The plan as Transformer Engine's `row_id_map`, int32 [T, 2E + 1]; nothing is read back.
+
+    The first n entries of a line are the rows of the token's slots that have one, in slot order; the n from column
+    E on are their experts; the last is n. The others are -1 (Transformer Engine leaves them undefined, and has
+    the rows in descending order; its functions take any). Rows count padding: `pad_offsets` is None.
+
+    E is the plan's `num_experts`. A plan without `expert_of_slot` (of expert ids) tells experts by their rows: E is
+    the number of its `rows_per_expert`, those of its expert range. A token with more than E slots that have rows
+    (an expert chosen twice) has the first E.
+
+    >>> import torch, moeroute
+    >>> plan = moeroute.plan_from_routing_map(torch.tensor([[True, True], [True, False]]))
+    >>> moeroute.row_id_map(plan).tolist()
+    [[0, 2, 0, 1, 2], [1, -1, 0, -1, 1]]
+
+    In torch, for a token t: `slots = arange(slot_offsets[t], slot_offsets[t + 1])`, then `row_of_slot[slots]`,
+    `expert_of_slot[slots]` and `len(slots)`.
+
+    `out`: an int32 tensor of that shape, of any strides. Raises TypeError for a wrong type or dtype, ValueError for a
+    plan that knows no experts.
+    """
+    operator = "row_id_map"
+    expect_plan(operator, plan)
+    tensors, num_experts = plan.tensors, plan.num_experts
+    if plan.expert_of_slot is None and plan.expert_of_row is not None and plan.rows_per_expert is not None:
+        num_experts = plan.rows_per_expert.shape[0]
+        tensors = tensors._replace(expert_of_slot=values_at(plan.expert_of_row, plan.row_of_slot))
+    if num_experts is None or tensors.expert_of_slot is None:
+        raise check.wrong_value(operator, "plan", "one that knows the expert of each slot", "one without")
+    chosen = dispatch.choose(operator, backend, plan.row_of_slot.device)
+    if out is not None:
+        layout.check_out(operator, out, (plan.num_tokens, 2 * num_experts + 1), torch.int32, *tensors[:4])
+    if out is not None or dispatch.plain(plan.row_of_slot):
+        found: Tensor = dispatch.module("indices", chosen).row_id_map(tensors, num_experts, out=out)
+        return found
+    found = _row_id_map(tensors, num_experts, chosen)
+    return found
+
+
 # ---------------------------------------------------------------------------- checks
+
+
+def _map_of(operator: str, row_id_map: Tensor, pad_offsets: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    row_id_map = index_tensor(operator, "row_id_map", row_id_map, "[T, 2E + 1]", (2,))
+    if row_id_map.shape[1] % 2 == 0:
+        raise check.wrong_shape(operator, "row_id_map", "[T, 2E + 1]", row_id_map)
+    if pad_offsets is not None:
+        num_experts = row_id_map.shape[1] // 2
+        wanted = f"[E] with E = {num_experts}, as row_id_map"
+        pad_offsets = index_tensor(operator, "pad_offsets", pad_offsets, wanted, (1,))
+        if pad_offsets.shape[0] != num_experts:
+            raise check.wrong_shape(operator, "pad_offsets", wanted, pad_offsets)
+        check.same_device(operator, "row_id_map", row_id_map, "pad_offsets", pad_offsets)
+        pad_offsets = pad_offsets.to(torch.int64)
+    return row_id_map, pad_offsets
 
 
 def _order_of(operator: str, order: Tensor, lengths: Tensor) -> Tensor:
@@ -334,6 +432,40 @@ def _registered_chunks(
     return _chunks_operator(lengths, order, num_tokens, backend)
 
 
+def _registered_row_id_map(
+    row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    operator = "plan_row_id_map"
+    row_id_map, pad_offsets = _map_of(operator, row_id_map, pad_offsets)
+    check.integer(operator, "num_rows", num_rows, 0, LARGEST)
+    dispatch.choose(operator, backend, row_id_map.device)
+    found = dispatch.module("indices", backend).plan_row_id_map(row_id_map, pad_offsets, num_rows)
+    rows, slots, offsets, experts = found
+    return rows, slots, offsets, experts
+
+
+def _registered_map_of_plan(plan: PlanTensors, num_experts: int, backend: str) -> Tensor:
+    operator = "row_id_map"
+    plan = given_plan(operator, plan, None, plan.row_of_slot)
+    if plan.expert_of_slot is None:
+        raise check.wrong_value(operator, "expert_of_slot", "given", None)
+    check.integer(operator, "num_experts", num_experts, 0, LARGEST // 2)
+    dispatch.choose(operator, backend, plan.row_of_slot.device)
+    found: Tensor = dispatch.module("indices", backend).row_id_map(plan, num_experts)
+    return found
+
+
+def _row_id_map_fake(
+    row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, slots, experts = (fake_vector(row_id_map, num_rows) for _ in range(3))
+    return rows, slots, fake_vector(row_id_map, row_id_map.shape[0] + 1), experts
+
+
+def _map_of_plan_fake(plan: PlanTensors, num_experts: int, backend: str) -> Tensor:
+    return plan.row_of_slot.new_empty(plan.num_tokens, 2 * num_experts + 1)
+
+
 def _row_of_slot_fake(
     row_of_slot: Tensor, expert_of_slot: Tensor | None, num_rows: int, first_row: int, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -381,4 +513,15 @@ _plan_chunks = register(
     " -> (Tensor row_of_slot, Tensor slot_of_row, Tensor tokens_per_expert)",
     _registered_chunks,
     _chunks_fake,
+)
+_plan_row_id_map = register(
+    "plan_row_id_map(Tensor row_id_map, Tensor? pad_offsets, SymInt num_rows, str backend)"
+    " -> (Tensor row_of_slot, Tensor slot_of_row, Tensor slot_offsets, Tensor expert_of_slot)",
+    _registered_row_id_map,
+    _row_id_map_fake,
+)
+_row_id_map = register(
+    f"row_id_map({PLAN_SCHEMA}, SymInt num_experts, str backend) -> Tensor",
+    _registered_map_of_plan,
+    _map_of_plan_fake,
 )

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from moeroute import check
 from moeroute.dtypes import LARGEST
 from moeroute.ops.planning.reference import before, cut, deliver, inverse
+from moeroute.plan import PlanTensors
 
 
 def plan_row_of_slot(
@@ -67,6 +69,62 @@ def plan_chunks(
     row = inside(token + shift[chunk], 0, num_tokens)
     per_expert = by_place[:num_chunks].reshape(experts, ranks).sum(dim=1)
     return deliver(row, out), inverse(row, num_tokens), cut(per_expert, before(per_expert), num_tokens)
+
+
+def plan_row_id_map(
+    row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """row_of_slot, slot_of_row, slot_offsets and expert_of_slot."""
+    num_experts, device = row_id_map.shape[1] // 2, row_id_map.device
+    counts = row_id_map[:, -1].to(torch.int64).clamp(min=0, max=num_experts)
+    slot_offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    place = torch.arange(num_experts, device=device)
+    slot = torch.where(place < counts[:, None], slot_offsets[:-1, None] + place, num_rows).clamp(max=num_rows)
+    row = inside(row_id_map[:, :num_experts], 0, num_rows)
+    expert = inside(row_id_map[:, num_experts:-1], 0, num_experts)
+    live = (row >= 0) & (expert >= 0)
+    if pad_offsets is not None:
+        pad = inside(torch.cat([pad_offsets, pad_offsets.new_zeros(1)]), 0, num_rows)[expert]
+        live &= (pad >= 0) & (row + pad < num_rows)
+        row = row + pad
+    row_of_slot, expert_of_slot = (
+        torch.where(live, values, -1)
+        .new_full((num_rows + 1,), -1)
+        .scatter_(0, slot.reshape(-1), torch.where(live, values, -1).reshape(-1))[:num_rows]
+        for values in (row, expert)
+    )
+    return (
+        deliver(row_of_slot, out),
+        inverse(row_of_slot, num_rows),
+        slot_offsets.clamp(max=num_rows).to(torch.int32),
+        expert_of_slot.to(torch.int32),
+    )
+
+
+def row_id_map(plan: PlanTensors, num_experts: int, *, out: Tensor | None = None) -> Tensor:
+    """Rows, expert ids and number of the slots of each token that have a row, int32 [T, 2E + 1]."""
+    slots, num_tokens = torch.arange(len(plan.row_of_slot), device=plan.row_of_slot.device), plan.num_tokens
+    if plan.slot_offsets is None:
+        first = torch.arange(num_tokens + 1, device=slots.device) * (len(slots) // max(num_tokens, 1))
+    else:
+        first = plan.slot_offsets.to(torch.int64)
+    token = torch.searchsorted(first[1:].contiguous(), slots, right=True)
+    if plan.expert_of_slot is None:
+        raise check.wrong_value("row_id_map", "expert_of_slot", "given", None)
+    row, expert = plan.row_of_slot.to(torch.int64), plan.expert_of_slot.to(torch.int64)
+    used = (row >= 0) & (row < len(plan.slot_of_row)) & (expert >= 0) & (expert < num_experts)
+    used &= (slots >= first[0]) & (token < num_tokens)
+    running = torch.cat([slots.new_zeros(1), used.cumsum(0)])
+    place = running[:-1] - running[first.clamp(0, len(slots))][token]
+    used &= place < num_experts
+    width = 2 * num_experts + 1
+    found = torch.full((num_tokens * width + 1,), -1, dtype=torch.int64, device=slots.device)
+    at = torch.where(used, token * width + place, num_tokens * width)
+    found.scatter_(0, at, row)
+    found.scatter_(0, torch.where(used, at + num_experts, num_tokens * width), expert)
+    found = found[:-1].reshape(num_tokens, width).to(torch.int32)
+    found[:, -1] = (found[:, :num_experts] >= 0).sum(dim=1)
+    return found if out is None else out.copy_(found)
 
 
 def inside(index: Tensor, first: int, count: int) -> Tensor:

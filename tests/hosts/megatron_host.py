@@ -7,6 +7,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state as parallel_state
     from megatron.core.transformer.moe import moe_utils as moe_utils
+    from megatron.core.transformer.moe.router import TopKRouter as TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplay as RouterReplay
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction as RouterReplayAction
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.transformer_config import TransformerConfig as TransformerConfig
 
-    for name in ("distributed.finalize_model_grads", "transformer.moe.router", "transformer.moe.token_dispatcher"):
-        importlib.import_module(f"megatron.core.{name}")
+    importlib.import_module("megatron.core.distributed.finalize_model_grads")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import moeroute
+from hosts.megatron_host import RouterReplay, RouterReplayAction, parallel_state
 from hosts.megatron_host import moe_utils as host
-from hosts.megatron_host import parallel_state
 from moeroute.interop import megatron as ours
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -203,6 +203,154 @@ def test_group_limited_topk_of_no_tokens() -> None:
     probs, ids = ours.group_limited_topk(torch.zeros(0, 8), 2, 0, 8, 4, 2)
     assert probs.shape == ids.shape == (0, 2)
     assert ids.dtype == torch.int64
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "pre_softmax": {"use_pre_softmax": True, "scaling_factor": 2.5},
+    "softmax_with_a_bias": {"expert_bias": torch.linspace(-1, 1, 16)},  # which the host ignores too
+    "sigmoid": {"score_function": "sigmoid", "scaling_factor": 0.0},
+    "sigmoid_with_a_bias": {
+        "score_function": "sigmoid", "expert_bias": torch.linspace(-0.3, 0.3, 16), "scaling_factor": 2.5,
+    },
+    "groups": {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2},
+    "softmax_groups": {"use_pre_softmax": True, "num_groups": 4, "group_topk": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_tokens", [1, 64])
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_topk_routing(dtype: torch.dtype, mode: str, topk: int, num_tokens: int) -> None:
+    """The host is float32 inside, and rounds scores to the logits' dtype before it chooses: rows of equal choice."""
+    options = dict(MODES[mode])
+    if topk == 1 and "group_topk" in options:
+        options["group_topk"] = 1
+    logits = leaf(num_tokens, 16, dtype=dtype)
+    expected = host.topk_routing_with_score_function(logits, topk, **options)
+    actual = ours.topk_routing_with_score_function(logits, topk, fused=True, **options)
+    assert actual[1].dtype == torch.bool
+    assert (actual[1].sum(dim=1) == topk).all()
+    same = (actual[1] == expected[1]).all(dim=1)
+    assert int(same.sum()) >= (0.85 * num_tokens if dtype == torch.bfloat16 else num_tokens)
+    tolerance = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    assert_near(actual[0][same], expected[0][same], tolerance)
+    mine, theirs = (gradients(x[0], logits)[0][same] for x in (actual, expected))
+    assert_near(mine, theirs, tolerance)
+    weights, ids = ours.topk_routing_with_score_function(logits, topk, dense_output=True, **options)
+    assert (weights.dtype, ids.dtype, ids.shape) == (dtype, torch.int64, (num_tokens, topk))
+    torch.testing.assert_close(actual[0].gather(1, ids), weights, rtol=0, atol=0)
+    again = ours.topk_routing_with_score_function(logits, topk, precomputed_indices=ids.flip(1), **options)
+    torch.testing.assert_close(again[1], actual[1])
+    assert_near(again[0], actual[0], tolerance)
+
+
+def test_topk_routing_of_no_tokens() -> None:
+    probs, routing_map = ours.topk_routing_with_score_function(torch.zeros(0, 8), 2)
+    assert probs.shape == routing_map.shape == (0, 8)
+
+
+def test_sqrtsoftplus_of_2026() -> None:
+    logits = leaf(20, 8, dtype=torch.float64)
+    probs, routing_map = ours.topk_routing_with_score_function(logits, 3, score_function="sqrtsoftplus")
+    scores = torch.nn.functional.softplus(logits).sqrt() * routing_map
+    torch.testing.assert_close(probs, scores / scores.sum(dim=1, keepdim=True))
+    with pytest.raises(ValueError, match=r"^moeroute.interop.megatron: score_function must be"):
+        ours.topk_routing_with_score_function(logits, 3, score_function="tanh")
+
+
+def test_router_replay() -> None:
+    """It records our choice, and a choice that it gives has gradients."""
+    logits = leaf(20, 8, dtype=torch.float32)
+    results = []
+    for route in (host.topk_routing_with_score_function, ours.topk_routing_with_score_function):
+        replay = RouterReplay()
+        plain = route(logits, 2, router_replay=replay)
+        replay.set_router_replay_action(RouterReplayAction.RECORD)
+        recorded = route(logits, 2, router_replay=replay)
+        torch.testing.assert_close(recorded, plain)
+        ids = replay.get_recorded_indices()
+        other = (ids + 1) % 8
+        replay.set_target_indices(other)
+        outputs = []
+        for action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
+            replay.set_router_replay_action(action)
+            probs, routing_map = route(logits, 2, router_replay=replay)
+            assert routing_map.gather(1, other).all()
+            outputs += [probs, *gradients(probs, logits)]
+        results.append((ids, recorded, *outputs))
+    RouterReplay.clear_global_router_replay_instances()
+    torch.testing.assert_close(results[1], results[0])
+
+
+def routed(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Probs, no two of an expert equal, and the map where they are not 0."""
+    routing_map = ragged_map(num_tokens)
+    order = torch.rand(num_tokens, 8, generator=generator(8)).argsort(dim=0) + 1
+    return (order.double() / 64 * routing_map).to(dtype).requires_grad_(), routing_map
+
+
+@pytest.mark.parametrize("pad", [False, True], ids=["ragged", "padded"])
+@pytest.mark.parametrize("factor", [0.4, 1.0, 9.0])
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dropping_by_probs(dtype: torch.dtype, num_tokens: int, factor: float, pad: bool) -> None:
+    """The host fills up with any tokens: there only the counts of the map, and the probs, are its."""
+    probs, routing_map = routed(num_tokens, dtype)
+    arguments = (2, factor, "probs", pad)
+    expected = host.apply_router_token_dropping(probs, routing_map, *arguments)
+    actual = ours.apply_router_token_dropping(probs, routing_map, *arguments)
+    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=0)
+    assert actual[1].dtype == torch.bool
+    torch.testing.assert_close(actual[1].sum(dim=0), expected[1].sum(dim=0))
+    true = expected[0] != 0
+    torch.testing.assert_close(actual[1][true], expected[1][true])
+    mine, theirs = (gradients(x[0], probs)[0] for x in (actual, expected))
+    torch.testing.assert_close(mine[true], theirs[true], rtol=0, atol=0)
+    if not pad:
+        torch.testing.assert_close(actual[1], expected[1])
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("pad", [False, True], ids=["ragged", "padded"])
+def test_dropping_by_position(pad: bool) -> None:
+    """The first tokens stay; of the host, which keeps others, the counts."""
+    probs, routing_map = routed(40, torch.float32)
+    expected = host.apply_router_token_dropping(probs, routing_map, 2, 0.8, "position", pad)[1]
+    kept, actual = ours.apply_router_token_dropping(probs, routing_map, 2, 0.8, "position", pad)
+    torch.testing.assert_close(actual.sum(dim=0), expected.sum(dim=0))
+    first = routing_map & (routing_map.cumsum(dim=0) <= 8)  # 40 * 2 * 0.8 / 8
+    torch.testing.assert_close(actual & routing_map if pad else actual, first)
+    torch.testing.assert_close(kept, probs * first)
+    with pytest.raises(ValueError, match=r"apply_router_token_dropping: drop_policy must be"):
+        ours.apply_router_token_dropping(probs, routing_map, 2, 0.8, "random")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("multiple", [1, 4, 16])
+def test_pad_routing_map(multiple: int, dtype: torch.dtype) -> None:
+    """The host changes what it is given."""
+    routing_map = ragged_map(64).to(dtype)
+    routing_map[:, 3] = 0
+    before = routing_map.clone()
+    padded = ours.pad_routing_map(routing_map, multiple)
+    torch.testing.assert_close(routing_map, before)
+    torch.testing.assert_close(padded, host.pad_routing_map(routing_map, multiple))
+    assert not (padded.sum(dim=0) % multiple).any()
+
+
+def test_a_map_without_room_for_the_padding() -> None:
+    """98 of 100 tokens: the host stops at 100, which is no multiple of 16."""
+    routing_map = torch.zeros(100, 2, dtype=torch.bool)
+    routing_map[:98, 0] = True
+    assert int(host.pad_routing_map(routing_map.clone(), 16)[:, 0].sum()) == 100
+    before = routing_map.clone()
+    with pytest.raises(
+        ValueError, match=r"^moeroute.interop.megatron.pad_routing_map: pad_multiple must be .*T = 100; got 16"
+    ):
+        ours.pad_routing_map(routing_map, 16)
+    torch.testing.assert_close(routing_map, before)
 
 
 # ---------------------------------------------------------------------------- balance

@@ -22,19 +22,22 @@ from moeroute import check
 from moeroute.interop import hosts
 from moeroute.memory import set_memory_pool
 from moeroute.ops.balance import router_z_loss, update_expert_bias
-from moeroute.ops.gating.op import gating_topk
+from moeroute.ops.gating.op import Gating, gating_topk
 from moeroute.ops.indices.op import plan_from_chunks, plan_from_token_ids
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor
+from moeroute.ops.weights.op import dense_weights, routing_map_from_ids, routing_map_of
 from moeroute.permutation import permute as permute_rows
-from moeroute.permutation import permute_weights
+from moeroute.permutation import permute_weights, permute_weights_backward
 from moeroute.permutation import unpermute as unpermute_rows
 from moeroute.plan import RoutingPlan
 
 GENERATIONS = ("0.16", "2026")
 SUPPORTED = "0.16.x, or its main branch of 2026 (permute with align_size)"
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+POLICIES = ("probs", "position")
 HOST = "megatron.core.transformer.moe.moe_utils"
-_MAPS = (torch.bool, torch.int8, torch.uint8)
+_MAPS = (torch.bool, torch.int8, torch.uint8, torch.int32)
 
 
 # ---------------------------------------------------------------------------- rows
@@ -180,9 +183,158 @@ def group_limited_topk(
     Returns:
         (scores [T, topk] in their dtype, expert ids int64 [T, topk]), best first, of equal scores the smaller id.
     """
-    gating = gating_topk(scores.reshape(num_tokens, num_experts), topk, score="none", weights_dtype=scores.dtype,
-        num_groups=num_groups, topk_groups=group_topk, group_score=topk // group_topk)  # fmt: skip
+    scores = scores.reshape(num_tokens, num_experts)
+    groups = _groups(topk, num_groups, group_topk)
+    gating = gating_topk(scores, topk, score="none", weights_dtype=scores.dtype, **groups)
     return gating.weights, gating.expert_ids.to(torch.int64)
+
+
+def topk_routing_with_score_function(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: Tensor | None = None,
+    fused: bool = False,
+    router_replay: Any = None,
+    dense_output: bool = False,
+    precomputed_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of every token and weigh them.
+
+    Args:
+        logits: [T, E] float; computed in float32 (float64 in float64).
+        topk: experts of a token.
+        use_pre_softmax: softmax over all experts, then the choice; else softmax over the chosen ones.
+        num_groups: with `group_topk`, equal groups of neighbours.
+        group_topk: how many of the groups stay in, by the sum of their `topk // group_topk` best; None: no groups.
+        scaling_factor: the weights are multiplied by it; None and 0 are none.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus"; the last two are divided by their sum where topk > 1.
+        expert_bias: [E], added for the choice only; ignored with softmax, as by the host.
+        fused: the same result.
+        router_replay: the host's RouterReplay, which records our choice or gives another.
+        dense_output: "2026"; weights and ids of the chosen ones instead of matrices over all experts.
+        precomputed_indices: "2026"; [T, topk] experts that were chosen already.
+
+    Returns:
+        (probs [T, E] in the dtype of the logits, 0 for the experts that are not chosen; routing map bool [T, E]), or
+        with `dense_output` (weights [T, topk], expert ids int64 [T, topk]).
+    """
+    gating, expert_ids = _gate(
+        logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias,
+        router_replay, precomputed_indices,
+    )  # fmt: skip
+    if dense_output:
+        return gating.weights, expert_ids.to(torch.int64)
+    num_experts = logits.shape[1]
+    return dense_weights(gating.weights, expert_ids, num_experts), routing_map_from_ids(expert_ids, num_experts)
+
+
+def _gate(
+    logits: Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    score_function: str,
+    expert_bias: Tensor | None,
+    router_replay: Any,
+    expert_ids: Tensor | None,
+) -> tuple[Gating, Tensor]:
+    """The gate, and the ids that it went by."""
+    softmax = check.one_of("interop.megatron", "score_function", score_function, SCORES) == "softmax"
+    choose = functools.partial(
+        gating_topk,
+        logits,
+        topk,
+        score="topk_softmax" if softmax and not use_pre_softmax else score_function,
+        bias=None if softmax else expert_bias,
+        renormalize=not softmax and topk > 1,
+        scaling_factor=scaling_factor or 1.0,
+        weights_dtype=logits.dtype,
+        **_groups(topk, num_groups, group_topk),
+    )
+    if expert_ids is not None:
+        return choose(expert_ids=expert_ids), expert_ids
+    if router_replay is None:
+        gating = choose()
+        return gating, gating.expert_ids
+    chosen: list[tuple[Gating, Tensor]] = []  # ours, where the host asks for it
+
+    def compute_topk(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        gating = choose()
+        chosen.append((gating, gating.expert_ids.to(torch.int64)))
+        return gating.weights, chosen[0][1]
+
+    wanted: Tensor = router_replay.get_replay_topk(logits, topk, num_groups, group_topk, compute_topk)[1]
+    if chosen and wanted is chosen[0][1]:
+        return chosen[0]
+    return choose(expert_ids=wanted), wanted
+
+
+def _groups(topk: int, num_groups: int | None, group_topk: int | None) -> dict[str, Any]:
+    """gating_topk's options for the host's."""
+    if not group_topk:
+        return {}
+    return {"num_groups": num_groups, "topk_groups": group_topk, "group_score": topk // group_topk}
+
+
+def apply_router_token_dropping(
+    routing_probs: Tensor,
+    routing_map: Tensor,
+    router_topk: int,
+    capacity_factor: float,
+    drop_policy: str = "probs",
+    pad_to_capacity: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Drop the tokens of every expert above its capacity, `get_capacity(T * router_topk, E, capacity_factor)`.
+
+    Args:
+        routing_probs: [T, E] float.
+        routing_map: [T, E], true where a token goes to an expert.
+        router_topk: experts of a token.
+        capacity_factor: 1.0 is room for a balanced choice.
+        drop_policy: "probs": the largest probs stay, of equal ones the first tokens; "position": the first tokens.
+        pad_to_capacity: fill up every expert with its first tokens that are not true.
+
+    Returns:
+        (probs [T, E], 0 where the map is not true; the map of those that stay, bool [T, E]).
+    """
+    policy = check.one_of("interop.megatron.apply_router_token_dropping", "drop_policy", drop_policy, POLICIES)
+    num_tokens, num_experts = routing_probs.shape
+    capacity = capacity_from_factor(num_tokens, router_topk, num_experts, capacity_factor)
+    plan = plan_from_routing_map(
+        _as_map(routing_map),
+        capacity=min(capacity, num_tokens),
+        drop="weight" if policy == "probs" else "position",
+        weights=routing_probs,
+        fill=pad_to_capacity,
+    )
+    return permute_weights_backward(permute_weights(routing_probs, plan), plan), routing_map_of(plan)
+
+
+def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
+    """The map with as many more true entries that each expert has a multiple of `pad_multiple`: its first false ones.
+
+    Args:
+        routing_map: [T, E], true where a token goes to an expert. It is not changed, where the host changes it.
+        pad_multiple: what the counts shall be a multiple of.
+
+    Returns:
+        A new map [T, E] in the dtype of the given one.
+
+    Raises:
+        ValueError: where an expert has no room, its count being above T rounded down to the multiple.
+    """
+    plan = plan_from_routing_map(_as_map(routing_map), fill=pad_multiple > 1, align=pad_multiple)
+    if plan.num_rows != plan.num_slots:
+        wanted = f"such that every expert's count rounded up is at most T = {plan.num_tokens}"
+        raise check.wrong_value("interop.megatron.pad_routing_map", "pad_multiple", wanted, pad_multiple)
+    return routing_map_of(plan).to(routing_map.dtype)
 
 
 # ---------------------------------------------------------------------------- balance
@@ -240,6 +392,9 @@ NAMES = (
     "unpermute",
     "sort_chunks_by_idxs",
     "group_limited_topk",
+    "topk_routing_with_score_function",
+    "apply_router_token_dropping",
+    "pad_routing_map",
     "get_capacity",
     "z_loss_func",
     "get_updated_expert_bias",

@@ -86,12 +86,12 @@ def empty_cache() -> None:
 def set_memory_pool(
     enabled: bool | None = None, *, max_idle_bytes: int | Literal["largest"] | None = None
 ) -> dict[str, Any]:
-    """Change the settings of the pool, for the whole process; returns the former ones.
+    """Change the settings of the pool of recycled memory, for the whole process. None leaves a setting as it is.
 
     Args:
         enabled: False: large outputs come from `torch.empty`, idle blocks go back to the system at
             once, those in use when their tensors die. Switch it off for code that resizes
-            storages, `tensor.untyped_storage().resize_(0)` say: the storage of a block refuses
+            storages, such as `tensor.untyped_storage().resize_(0)`: the storage of a block refuses
             ("Trying to resize storage that is not resizable"). The environment variable
             `MOEROUTE_MEMORY_POOL=0` switches it off from the start.
         max_idle_bytes: at most so many bytes stay idle; the sizes that came back longest ago go
@@ -99,7 +99,8 @@ def set_memory_pool(
             the last `empty_cache()`. The bound takes effect at the next large output,
             `memory_stats()` or `set_memory_pool()`.
 
-    What is None stays as it is.
+    Returns:
+        The former settings, as keyword arguments of this function.
 
     >>> former = set_memory_pool(max_idle_bytes=0)  # recycle nothing
     >>> block = empty((1 << 20,), torch.uint8)
@@ -118,11 +119,12 @@ def set_memory_pool(
 
 
 def memory_stats() -> dict[str, Any]:
-    """What the pool holds at this moment.
+    """The state of the pool of recycled memory.
 
-    `in_use_bytes`: blocks under living tensors, at their rounded size. `idle_bytes`: blocks that
-    wait for the next output, `max_idle_bytes` the most that may wait. `largest_in_use_bytes`: the
-    most that was in use at one time. `enabled`: as set.
+    Returns:
+        A dictionary. `in_use_bytes`: blocks under living tensors, at their rounded size. `idle_bytes`: blocks that wait
+        for the next output. `max_idle_bytes`: the most that may wait. `largest_in_use_bytes`: the most that was in use
+        at one time. `enabled`: as set.
 
     >>> sorted(memory_stats())
     ['enabled', 'idle_bytes', 'in_use_bytes', 'largest_in_use_bytes', 'max_idle_bytes']

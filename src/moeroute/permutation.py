@@ -12,9 +12,21 @@ from moeroute.plan import RoutingPlan, expect_plan
 def permute(tokens: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """Token copies in expert order, [R, H]: expert by expert, inside an expert in the order of the slots.
 
-    tokens: [T, H], any dtype; strides do not matter. Padding rows are 0. With `weights` (any float dtype;
-    [T, E] where the plan has expert_of_slot, else [T, K]) every copy is multiplied by its slot's weight.
-    Differentiable in both, as often as you like.
+    Differentiable to any order in the tokens and the weights.
+
+    Args:
+        tokens: [T, H], any dtype, any strides.
+        plan: the row of every slot.
+        weights: multiply each copy; one for each slot: [T, E] where the plan has `expert_of_slot`, else [T, K].
+            float16, bfloat16 or float32 (float64 with float64). None: copies keep their bits.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The rows [R, H] in the dtype of the tokens. Padding rows are 0.
+
+    Raises:
+        ValueError: a shape or device that does not fit the plan.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``tokens[torch.argsort(expert_ids.flatten(), stable=True) // K]``.
 
@@ -25,8 +37,6 @@ def permute(tokens: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *,
             [ 1., 10.],
             [ 2., 20.],
             [ 2., 20.]])
-
-    Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
     """
     expect_plan("permute", plan)
     check.matrix("permute", "tokens", tokens, "T", plan.num_tokens, plan)
@@ -38,13 +48,25 @@ def permute(tokens: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *,
 
 
 def unpermute(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
-    """Bring the experts' rows back and add up each token's, [T, H]: the weighted sum, or the plain one.
+    """Sum the experts' rows of each token, [T, H]: the weighted sum, or the plain one without weights.
 
-    rows: [R, H], float16, bfloat16, float32 or float64, in the order that `permute` gave. weights: any of
-    the first three (float64 with float64), [T, E] where the plan has expert_of_slot, else [T, K]. The
-    sum is float32 in slot order, rounded once. A slot without a row and one of weight 0 add nothing.
-    Differentiable in both, as often as you like; the rows are kept for backward only where the weights
-    need a gradient.
+    The sum is computed in float32 in slot order and rounded once. A slot without a row and a slot of weight 0 add
+    nothing. Differentiable to any order in the rows and the weights. The rows are kept for backward only where the
+    weights need a gradient.
+
+    Args:
+        rows: [R, H], float16, bfloat16, float32 or float64, in the order that `permute` gave.
+        plan: the plan that `permute` got.
+        weights: one for each slot: [T, E] where the plan has `expert_of_slot`, else [T, K]. float16, bfloat16 or
+            float32 (float64 with float64).
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The tokens [T, H] in the dtype of the rows. A token without a row is 0.
+
+    Raises:
+        ValueError: a shape or device that does not fit the plan.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``(rows[plan.row_of_slot].reshape(T, K, H) * weights[..., None]).sum(1)``.
 
@@ -53,8 +75,6 @@ def unpermute(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *,
     >>> rows = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
     >>> moeroute.unpermute(rows, plan, torch.tensor([[0.5, 0.5], [1.0, 0.25]])).flatten()
     tensor([1.5000, 6.0000])
-
-    Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
     """
     expect_plan("unpermute", plan)
     check.matrix("unpermute", "rows", rows, "R", plan.num_rows, plan)
@@ -81,9 +101,23 @@ def permute_backward(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The gradient of `permute` in the tokens, [T, H], for those who bring their own autograd.
+    """The gradient of `permute` in the tokens, [T, H], for callers with an autograd of their own.
 
-    grad_rows: [R, H]; weights as `permute` got them. This is aclnnMoeTokenPermuteGrad. Differentiable.
+    It has the meaning of aclnnMoeTokenPermuteGrad. Differentiable.
+
+    Args:
+        grad_rows: [R, H], float16, bfloat16, float32 or float64.
+        plan: the plan that `permute` got.
+        weights: the weights that `permute` got.
+        out: [T, H], the dtype of `grad_rows`; the result is written into it, outside autograd.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The gradient [T, H] in the dtype of `grad_rows`; `out` if it was given.
+
+    Raises:
+        ValueError: a shape or device that does not fit the plan.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``grad_rows[plan.row_of_slot].reshape(T, K, H).sum(1)``, in float32.
 
@@ -113,9 +147,23 @@ def unpermute_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of `unpermute` in the rows, [R, H], and in the weights (None without), in one pass.
 
-    grad_tokens: [T, H]; rows and weights as `unpermute` got them (rows may be None without weights). This is
-    aclnnMoeTokenUnpermuteGrad and aclnnMoeTokenUnpermuteWithRoutingMapGrad. `accumulate`: as in
-    `permute_weights_backward`. `out`: the two tensors to write into, outside autograd. Differentiable.
+    It has the meaning of aclnnMoeTokenUnpermuteGrad and aclnnMoeTokenUnpermuteWithRoutingMapGrad. Differentiable.
+
+    Args:
+        grad_tokens: [T, H].
+        rows: [R, H], the rows that `unpermute` got; may be None without weights.
+        plan: the plan that `unpermute` got.
+        weights: the weights that `unpermute` got.
+        accumulate: as in `permute_weights_backward`.
+        out: two tensors to write the gradients into, outside autograd; either may be None.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The gradient of the rows [R, H], and that of the weights in their shape and dtype.
+
+    Raises:
+        ValueError: a shape or device that does not fit the plan.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``(grad_tokens[plan.token_of_row] * w_row[:, None], (rows[plan.row_of_slot] *
     grad_tokens[plan.token_of_slot]).sum(1).reshape(T, K))``.
@@ -172,10 +220,23 @@ def unpermute_backward(
 def permute_weights(
     weights: Tensor, plan: RoutingPlan, *, out: Tensor | None = None, backend: str | None = None
 ) -> Tensor:
-    """The weight of every row, [R]: the weights in the order of the permuted rows; padding rows have 0.
+    """The weight of every row, [R]: the weights in the order of the permuted rows.
 
-    weights: as for `slot_weights`; differentiable as often as you like. Multiplying the experts' outputs by
-    them and calling `unpermute` without weights is the same as `unpermute` with weights.
+    Multiplying the experts' outputs by them and calling `unpermute` without weights is the same as `unpermute` with
+    weights. Differentiable to any order.
+
+    Args:
+        weights: as for `slot_weights`.
+        plan: the row of every slot.
+        out: [R], the dtype of the weights; the result is written into it, outside autograd.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The weights [R] in their dtype. Padding rows have 0.
+
+    Raises:
+        ValueError: a shape or device that does not fit the plan.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``weights.flatten()[plan.slot_of_row]`` where there is no padding.
 
@@ -183,8 +244,6 @@ def permute_weights(
     >>> plan = moeroute.plan_from_expert_ids(torch.tensor([[1, 0], [1, 2]]), 3)
     >>> moeroute.permute_weights(torch.tensor([[0.1, 0.2], [0.3, 0.4]]), plan)
     tensor([0.2000, 0.1000, 0.3000, 0.4000])
-
-    Raises ValueError for a shape or device that does not fit the plan, TypeError for dtypes.
     """
     operator = "permute_weights"
     expect_plan(operator, plan)
@@ -208,19 +267,31 @@ def permute_weights_backward(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The gradient of `permute_weights`: [R] back to the weights' own shape; 0 where nothing has a row.
+    """The gradient of `permute_weights`: [R] back to the shape of the weights; 0 for a slot without a row.
 
-    grad: [R]. Returns [T, E] where the plan has expert_of_slot (`num_experts` gives E where the plan does not
-    know it), else [T, K], else [S]. Several slots of one token with one expert add up in slot order, or, with
-    `accumulate=False` (the aclnn operators), the last one is stored. Differentiable as often as you like.
+    Differentiable to any order.
+
+    Args:
+        grad: [R], float16, bfloat16, float32 or float64.
+        plan: the plan that `permute_weights` got.
+        num_experts: E, where the plan has `expert_of_slot` but does not know E.
+        accumulate: several slots of one token with one expert are added up in slot order. False: the last one is
+            stored, as the aclnn operators do.
+        out: the shape of the weights, the dtype of `grad`; the result is written into it, outside autograd.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        [T, E] where the plan has `expert_of_slot`, else [T, K], else (different numbers of slots) [S].
+
+    Raises:
+        ValueError: a shape or device that does not fit the plan.
+        TypeError: a wrong type or dtype.
 
     >>> import torch, moeroute
     >>> plan = moeroute.plan_from_expert_ids(torch.tensor([[1, 0], [1, 2]]), 3)
     >>> moeroute.permute_weights_backward(torch.tensor([1.0, 2.0, 3.0, 4.0]), plan)
     tensor([[2., 1.],
             [3., 4.]])
-
-    Raises ValueError for a shape or device that does not fit the plan, TypeError for dtypes.
     """
     operator = "permute_weights_backward"
     expect_plan(operator, plan)

@@ -88,12 +88,22 @@ class BalanceStatistics(NamedTuple):
 def balance_statistics(scores: Tensor, expert_ids: Tensor, *, padding_mask: Tensor | None = None) -> BalanceStatistics:
     """Sum of the scores, number of slots per expert and number of tokens, for one shard.
 
+    Memory is linear in T * (E + K); nothing of size T * K * E is built. The sums of shards add up to those of the
+    whole.
+
     Args:
-        scores: [T, E], float; what each token thinks of each expert, rows that sum to 1 as a rule.
+        scores: [T, E], float: the score of each expert for each token. Rows sum to 1 as a rule.
         expert_ids: [T, K], any integer dtype; an id below 0 or >= E is an empty slot and counts nowhere.
         padding_mask: [T] bool, True = padding.
 
-    Memory is linear in T * (E + K); nothing of size T * K * E is built. Sums of shards add up to the whole:
+    Returns:
+        The three sums; they can be added to those of other shards.
+
+    Raises:
+        ValueError: a wrong shape or device.
+        TypeError: a wrong type or dtype.
+
+    Equivalent torch: ``scores.sum(0), torch.bincount(expert_ids.flatten(), minlength=E), len(scores)``.
 
     >>> import torch, moeroute
     >>> scores, ids = torch.tensor([[0.75, 0.25], [0.5, 0.5]]), torch.tensor([[0], [1]])
@@ -103,14 +113,12 @@ def balance_statistics(scores: Tensor, expert_ids: Tensor, *, padding_mask: Tens
     >>> shards = [moeroute.balance_statistics(scores[i : i + 1], ids[i : i + 1]) for i in range(2)]
     >>> sum(shards[1:], shards[0]).loss() == whole.loss()
     tensor(True)
-
-    Equivalent torch: ``scores.sum(0), torch.bincount(expert_ids.flatten(), minlength=E), len(scores)``.
     """
     return _statistics("balance_statistics", scores, expert_ids, padding_mask)
 
 
 def load_balancing_loss(scores: Tensor, expert_ids: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
-    """The auxiliary loss of GShard and the Switch Transformer: E * sum_e f_e P_e, a float32 scalar.
+    """The auxiliary loss of GShard and the Switch Transformer: E * sum_e f_e P_e.
 
     f_e is the share of the slots that went to expert e, count_e / (T * K) where no slot is empty; P_e is
     the mean score of expert e. Both are taken over the tokens that are not padding. The f_e sum to 1
@@ -129,6 +137,13 @@ def load_balancing_loss(scores: Tensor, expert_ids: Tensor, *, padding_mask: Ten
         expert_ids: [T, K], integers, as `gating_topk` chose them; below 0 or >= E: empty, not counted.
         padding_mask: [T] bool, True = padding.
 
+    Returns:
+        A float32 scalar.
+
+    Raises:
+        ValueError: a wrong shape or device.
+        TypeError: a wrong type or dtype.
+
     >>> import torch, moeroute
     >>> balanced = torch.tensor([[0, 1], [2, 3], [0, 1], [2, 3]])
     >>> moeroute.load_balancing_loss(torch.full((4, 4), 0.25), balanced)
@@ -140,7 +155,7 @@ def load_balancing_loss(scores: Tensor, expert_ids: Tensor, *, padding_mask: Ten
 
 
 def router_z_loss(logits: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
-    """Mean over the tokens of logsumexp(logits)^2, a float32 scalar; keeps router logits small.
+    """Mean over the tokens of logsumexp(logits)^2; keeps router logits small.
 
     Source: Zoph et al., ST-MoE (arXiv:2202.08906), equation 5. Multiply by your own coefficient (theirs
     is 1e-3). Shards combine as sum_i n_i loss_i / sum_i n_i, n_i being their tokens that are not padding.
@@ -148,6 +163,13 @@ def router_z_loss(logits: Tensor, *, padding_mask: Tensor | None = None) -> Tens
     Args:
         logits: [T, E], float.
         padding_mask: [T] bool, True = padding.
+
+    Returns:
+        A float32 scalar.
+
+    Raises:
+        ValueError: a wrong shape or device.
+        TypeError: a wrong type or dtype.
 
     >>> import torch, moeroute
     >>> moeroute.router_z_loss(torch.tensor([[0.0, 0.0], [100.0, 3.0]]), padding_mask=torch.tensor([False, True]))
@@ -166,7 +188,7 @@ def router_z_loss(logits: Tensor, *, padding_mask: Tensor | None = None) -> Tens
 
 
 def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, *, rate: float = 1e-3) -> Tensor:
-    """The selection bias after one step: bias + rate * sign(mean count - count). Pure: returns a new tensor.
+    """The selection bias after one step: bias + rate * sign(mean count - count).
 
     An expert with fewer slots than the mean is lifted, one with more is lowered, one at the mean stays.
     The comparison is exact, in integers.
@@ -180,6 +202,13 @@ def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, *, rate: float =
             bfloat16, 1 + 0.001 is 1).
         tokens_per_expert: the same shape, an integer dtype (a bfloat16 count of 515 reads 512).
         rate: size of a step.
+
+    Returns:
+        A new tensor like the bias, which stays as it is.
+
+    Raises:
+        ValueError: a wrong shape or device.
+        TypeError: a wrong type or dtype.
 
     >>> import torch, moeroute
     >>> moeroute.update_expert_bias(torch.zeros(4), torch.tensor([5, 2, 1, 0]), rate=0.5)

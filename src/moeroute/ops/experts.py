@@ -44,6 +44,13 @@ def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int], 
             fetched: a synchronisation).
         bias: [E, O], the dtype of rows, or None.
 
+    Returns:
+        [R, O] in the dtype of rows.
+
+    Raises:
+        ValueError: a wrong shape, device or number of rows.
+        TypeError: a wrong type or dtype.
+
     >>> import torch
     >>> from moeroute.nn import grouped_linear
     >>> rows = torch.tensor([[1.0], [2.0], [3.0], [4.0]])

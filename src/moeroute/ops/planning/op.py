@@ -163,7 +163,22 @@ def capacity_from_factor(
 ) -> int:
     """ceil(T * K * factor / E), at least `minimum`, rounded up to a multiple of `align`.
 
-    Exact, with the factor as it is written: 1.1 means 11/10, so that no rounding of a float adds a row.
+    The result is exact, with the factor as it is written: 1.1 means 11/10, so that no rounding of a float adds a row.
+
+    Args:
+        num_tokens: T, at least 0.
+        topk: K, at least 0.
+        num_experts: E, at least 1.
+        factor: rows of an expert, as a multiple of its share in perfect balance; finite, at least 0.
+        minimum: the smallest result before alignment.
+        align: the result is a multiple of it.
+
+    Returns:
+        The capacity, rows of each expert.
+
+    Raises:
+        ValueError: a number out of its range.
+        TypeError: a wrong type.
 
     >>> capacity_from_factor(100, 1, 10, 1.1)
     11
@@ -172,8 +187,6 @@ def capacity_from_factor(
     12
     >>> capacity_from_factor(5, 2, 3, 1.25, align=4)
     8
-
-    Raises TypeError for a wrong type, ValueError for a negative number, `num_experts` or `align` below 1.
     """
     operator = "capacity_from_factor"
     checks.integer(operator, "num_tokens", num_tokens, 0)

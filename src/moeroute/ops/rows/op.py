@@ -33,10 +33,22 @@ def spread(
 ) -> Tensor:
     """Copy every token to the rows of its slots: ``y[r] = weights[s] * x[token(s)]`` with s = slot_of_row[r].
 
-    x: [T, H]; without weights of any dtype, and the bits are copied. weights: [S], one a slot, any of
-    float16, bfloat16 and float32 (float64 with float64). Returns [R, H] in x's dtype; padding rows are 0.
-    Where several slots name one row the last one's copy is in it. Differentiable in x and weights as
-    often as you like. `out`: write there instead, outside autograd.
+    Where several slots name one row, the row has the copy of the last one. Differentiable to any order in x and
+    weights.
+
+    Args:
+        x: [T, H], any dtype; without weights the bits are copied.
+        plan: the row of every slot.
+        weights: [S], one for each slot: float16, bfloat16 or float32 (float64 with float64).
+        out: [R, H], the dtype of x; the result is written into it, outside autograd.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The rows [R, H] in the dtype of x. Padding rows are 0.
+
+    Raises:
+        ValueError: a shape or device that does not fit the plan.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``x[plan.token_of_row] * weights[plan.slot_of_row, None]`` where there is no padding.
 
@@ -46,8 +58,6 @@ def spread(
     tensor([1., 1., 2., 2.])
     >>> moeroute.spread(torch.tensor([[1.0], [2.0]]), plan, torch.tensor([0.5, 1.0, 2.0, 4.0])).flatten()
     tensor([1.0000, 0.5000, 4.0000, 8.0000])
-
-    Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
     """
     expect_plan("spread", plan)
     check.matrix("spread", "x", x, "T", plan.num_tokens, plan)
@@ -84,15 +94,26 @@ def combine(
 ) -> Tensor:
     """Add up the rows of every token's slots: ``x[t] = sum of weights[s] * rows[row_of_slot[s]]``.
 
-    rows: [R, H], float16, bfloat16, float32 or float64. weights: [S], one a slot, any of the first three
-    (float64 with float64). Returns [T, H] in the dtype of rows; a token without a row gets +0. The sum is
-    float32, from +0, in slot order, one rounding for each product and sum and one at the store. A slot
-    without a row is skipped; so is one whose weight is +0 or -0, and its row is not read. Differentiable in
-    rows and weights as often as you like.
+    The sum is computed in float32, from +0, in slot order, with one rounding for each product and sum and one at the
+    store. A slot without a row is skipped; so is a slot whose weight is +0 or -0, and its row is not read.
+    Differentiable to any order in rows and weights.
 
-    For MoeFinalizeRouting, outside autograd: `init` [T, H] is where the sum starts, or a pair of them, added up
-    first; with `bias` [E, H] a slot adds ``weights[s] * (row + bias[expert_of_slot[s]])``, and no bias where its
-    expert is none. `out`: write there instead, outside autograd.
+    Args:
+        rows: [R, H], float16, bfloat16, float32 or float64.
+        plan: the row of every slot.
+        weights: [S], one for each slot: float16, bfloat16 or float32 (float64 with float64).
+        init: [T, H], where the sum starts, or a pair of such tensors, which are added up first. Outside autograd.
+        bias: [E, H]: a slot adds ``weights[s] * (row + bias[expert_of_slot[s]])``, without the bias where its expert is
+            none. Outside autograd.
+        out: [T, H], the dtype of rows; the result is written into it, outside autograd.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The tokens [T, H] in the dtype of rows. A token without a row is +0.
+
+    Raises:
+        ValueError: a shape or device that does not fit the plan.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``(rows[plan.row_of_slot] * weights[:, None]).reshape(T, K, H).sum(1)``, in float32,
     where every slot has a row.
@@ -102,8 +123,6 @@ def combine(
     >>> rows = torch.tensor([[1.0], [2.0], [4.0], [8.0]])     # expert 0: t0; 1: t0, t1; 2: t1
     >>> moeroute.combine(rows, plan).flatten()
     tensor([ 3., 12.])
-
-    Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
     """
     operator = "combine"
     expect_plan(operator, plan)
@@ -160,10 +179,24 @@ def row_dots(
 ) -> Tensor:
     """The dot product of every slot's row with its token: ``d[s] = <rows[row_of_slot[s]], x[token(s)]>``.
 
-    rows: [R, H] and x: [T, H] of one floating dtype. Returns [S] in `dtype` (float64 for float64 rows); 0
-    for a slot without a row. Products and sums are float32: 256 partial sums over the hidden size, then
-    neighbours (docs/arithmetic.md). Differentiable in rows and x as often as you like. `bias` [E, H], outside
-    autograd: uses ``rows + bias[expert_of_slot[s]]``. `out`: write there instead, outside autograd.
+    Products and sums are float32: 256 partial sums over the hidden size, then neighbours (docs/arithmetic.md).
+    Differentiable to any order in rows and x.
+
+    Args:
+        rows: [R, H], float16, bfloat16, float32 or float64.
+        x: [T, H], the dtype of rows.
+        plan: the row of every slot.
+        bias: [E, H]: uses ``rows + bias[expert_of_slot[s]]``. Outside autograd.
+        dtype: of the result; always float64 for float64 rows.
+        out: [S], the dtype of the result, which is written into it, outside autograd.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The products [S]; 0 for a slot without a row.
+
+    Raises:
+        ValueError: a shape or device that does not fit the plan.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``(rows[plan.row_of_slot] * x[plan.token_of_slot]).sum(1)`` where every slot has a row.
 
@@ -171,8 +204,6 @@ def row_dots(
     >>> plan = moeroute.plan_from_expert_ids(torch.tensor([[1, 0]]), 2)
     >>> moeroute.row_dots(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[1.0, 10.0]]), plan)
     tensor([43., 21.])
-
-    Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
     """
     operator = "row_dots"
     expect_plan(operator, plan)

@@ -21,9 +21,21 @@ def slot_weights(
 ) -> Tensor:
     """The weight of every slot, [S].
 
-    weights: [T, E] where the plan has expert_of_slot (routing maps), else [T, K], else, where tokens own
-    different numbers of slots, [S]: the plan decides. A slot without an expert, and one that no token owns, has
-    weight 0. Differentiable as often as you like. For [T, K] it is a view.
+    Differentiable to any order. For weights [T, K] the result is a view.
+
+    Args:
+        weights: [T, E] where the plan has `expert_of_slot` (routing maps), else [T, K], else (tokens own different
+            numbers of slots) [S]. float16, bfloat16, float32 or float64.
+        plan: the slots of every token.
+        out: [S], the dtype of the weights; the result is written into it, outside autograd.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The weights [S] in their dtype; 0 for a slot without an expert, and for one that no token owns.
+
+    Raises:
+        ValueError: a shape or device that does not fit the plan.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``weights[plan.token_of_slot, plan.expert_of_slot]``, or ``weights.flatten()``.
 
@@ -31,8 +43,6 @@ def slot_weights(
     >>> plan = moeroute.plan_from_routing_map(torch.tensor([[True, False, True], [False, True, False]]))
     >>> moeroute.slot_weights(torch.tensor([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]), plan)
     tensor([0.1000, 0.3000, 0.5000])
-
-    Raises ValueError for a shape or device that does not fit the plan, TypeError for dtypes.
     """
     operator = "slot_weights"
     expect_plan(operator, plan)
@@ -47,9 +57,21 @@ def slot_weights(
 def dense_weights(weights: Tensor, expert_ids: Tensor, num_experts: int, *, backend: str | None = None) -> Tensor:
     """The weights [T, K] of the chosen experts as a matrix [T, E], 0 for all others.
 
-    weights: [T, K], a float dtype, which is that of the result. expert_ids: [T, K], any integer dtype; an id outside
-    [0, E) sets nothing. Where an expert has several slots of a token, their weights are added up in slot order, in
-    float32. Differentiable in the weights as often as you like.
+    Where an expert has several slots of a token, their weights are added up in slot order, in float32. Differentiable
+    to any order in the weights.
+
+    Args:
+        weights: [T, K], a float dtype.
+        expert_ids: [T, K], any integer dtype; an id outside [0, E) sets nothing.
+        num_experts: E.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The matrix [T, E] in the dtype of the weights.
+
+    Raises:
+        ValueError: a wrong shape, size or device.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``torch.zeros(T, E).scatter_add(1, expert_ids, weights)``.
 
@@ -58,8 +80,6 @@ def dense_weights(weights: Tensor, expert_ids: Tensor, num_experts: int, *, back
     >>> moeroute.dense_weights(torch.tensor([[0.75, 0.25], [0.5, 0.5]]), ids, num_experts=3)
     tensor([[0.2500, 0.0000, 0.7500],
             [0.0000, 0.5000, 0.0000]])
-
-    Raises ValueError for shapes, sizes and devices, TypeError for types and dtypes.
     """
     operator = "dense_weights"
     slots = _slots_of_ids(operator, expert_ids, num_experts)

@@ -153,6 +153,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "scores": GATING.scores, "expert_ids": IDS, "padding_mask": MASK}),
     "load_balancing_loss": (moeroute.load_balancing_loss, {
         "scores": GATING.scores, "expert_ids": IDS, "padding_mask": MASK}),
+    "normalize_scores": (moeroute.normalize_scores, {"scores": GATING.scores, "eps": 1e-20, "padding_mask": MASK}),
     "router_z_loss": (moeroute.router_z_loss, {"logits": LOGITS, "padding_mask": MASK}),
     "update_expert_bias": (moeroute.update_expert_bias, {
         "bias": torch.zeros(E), "tokens_per_expert": PLAN.tokens_per_expert, "rate": 1e-3}),

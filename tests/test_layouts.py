@@ -251,6 +251,8 @@ def calls(sizes: str) -> dict[str, Call]:
             {"scores": scores, "expert_ids": ids, "padding_mask": mask}, {"scores": FLOATS, "expert_ids": INTEGERS}),
         "load_balancing_loss": (moeroute.load_balancing_loss,
             {"scores": scores, "expert_ids": ids, "padding_mask": mask}, {"scores": FLOATS, "expert_ids": INTEGERS}),
+        "normalize_scores": (moeroute.normalize_scores,
+            {"scores": scores, "padding_mask": mask}, {"scores": FLOATS}),
         "router_z_loss": (moeroute.router_z_loss,
             {"logits": floats(T, E), "padding_mask": mask}, {"logits": FLOATS}),
         "update_expert_bias": (moeroute.update_expert_bias,
@@ -261,7 +263,14 @@ def calls(sizes: str) -> dict[str, Call]:
     }  # fmt: skip
 
 
-NO_BACKEND = ("balance_statistics", "load_balancing_loss", "router_z_loss", "update_expert_bias", "grouped_linear")
+NO_BACKEND = (
+    "normalize_scores",
+    "balance_statistics",
+    "load_balancing_loss",
+    "router_z_loss",
+    "update_expert_bias",
+    "grouped_linear",
+)
 # torch computes these, whose sums and products may have another order for other strides.
 BY_TORCH = {"balance_statistics", "load_balancing_loss", "router_z_loss", "grouped_linear"}
 

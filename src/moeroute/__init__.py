@@ -43,6 +43,7 @@ from moeroute.ops.indices.op import (
     row_id_map,
 )
 from moeroute.ops.maps.op import plan_from_routing_map
+from moeroute.ops.normalize import normalize_scores
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
 from moeroute.ops.quantization.op import dynamic_quantize, quantize, spread_quantized
 from moeroute.ops.rows.op import combine, row_dots, spread
@@ -72,6 +73,7 @@ __all__ = [
     "gating_topk_backward",
     "load_balancing_loss",
     "memory_stats",
+    "normalize_scores",
     "permute",
     "permute_backward",
     "permute_weights",

@@ -1,0 +1,109 @@
+"""Scores divided by the sum of their row, in plain torch; the sums have the order of docs/arithmetic.md."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moeroute import check
+from moeroute.ops.register import register
+
+_PARTIAL_SUMS = 256
+
+
+def normalize_scores(scores: Tensor, *, eps: float = 1e-20, padding_mask: Tensor | None = None) -> Tensor:
+    """Each row of scores divided by (its sum + eps), padded rows 0: what an auxiliary loss takes of sigmoid scores.
+
+    scores: [T, E], a float dtype, which is that of the result; computed in float32 (float64 for float64), rounded
+    once. padding_mask: [T] bool, True = padding; such a row is 0 and gets no gradient, whatever it holds. With
+    eps = 0 a row whose sum is 0 is NaN. Differentiable as often as you like.
+
+    Equivalent torch: ``scores / (scores.sum(1, keepdim=True) + eps)``.
+
+    >>> import torch, moeroute
+    >>> moeroute.normalize_scores(torch.tensor([[0.25, 0.75, 1.0], [0.0, 0.0, 0.0]]))
+    tensor([[0.1250, 0.3750, 0.5000],
+            [0.0000, 0.0000, 0.0000]])
+
+    Raises ValueError for shapes and numbers, TypeError for types and dtypes.
+    """
+    operator = "normalize_scores"
+    _check(operator, scores, padding_mask)
+    eps = check.finite_in(operator, "eps", eps, _wide(scores))
+    found: Tensor = _normalize_scores(scores, eps, padding_mask)
+    return found
+
+
+def _check(operator: str, scores: Tensor, padding_mask: Tensor | None) -> None:
+    check.shaped(operator, "scores", scores, (None, None))
+    check.floating(operator, "scores", scores)
+    if padding_mask is not None:
+        check.shaped(operator, "padding_mask", padding_mask, (scores.shape[0],), scores)
+        if padding_mask.dtype is not torch.bool:
+            raise check.wrong_dtype(operator, "padding_mask", "torch.bool, True = padding", padding_mask)
+
+
+def _wide(scores: Tensor) -> torch.dtype:
+    return torch.float64 if scores.dtype is torch.float64 else torch.float32
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """[T, 1]: 256 partial sums, then neighbours are added to each other."""
+    pieces = F.pad(x, (0, -x.shape[1] % _PARTIAL_SUMS)).split(_PARTIAL_SUMS, dim=1) if x.shape[1] else ()
+    total = x.new_zeros(x.shape[0], _PARTIAL_SUMS)
+    for piece in pieces:
+        total = total + piece
+    while total.shape[1] > 1:
+        left, right = total.reshape(total.shape[0], total.shape[1] // 2, 2).unbind(2)
+        total = left + right
+    return total
+
+
+def _cleared(x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    return x if padding_mask is None else x.masked_fill(padding_mask[:, None], 0.0)
+
+
+def _divided(scores: Tensor, eps: float, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The quotients, and what they were divided by."""
+    x = _cleared(scores.to(_wide(scores)), padding_mask)
+    divisor = _row_sums(x) + eps
+    return _cleared(x / divisor, padding_mask), divisor
+
+
+def _operator(scores: Tensor, eps: float, padding_mask: Tensor | None) -> Tensor:
+    _check("normalize_scores", scores, padding_mask)
+    return _divided(scores, eps, padding_mask)[0].to(scores.dtype).contiguous()
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    scores, ctx.eps, padding_mask = inputs
+    ctx.save_for_backward(scores, padding_mask)
+
+
+def _derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    scores, padding_mask = ctx.saved_tensors
+    quotients, divisor = _divided(scores, ctx.eps, padding_mask)
+    grad = _cleared(grad.to(quotients.dtype), padding_mask)
+    found = (grad - _row_sums(quotients * grad)) / divisor
+    return _cleared(found, padding_mask).to(scores.dtype), None, None
+
+
+def _tangent(ctx: Any, inputs: list[Any], output: Tensor, tangents: tuple[Any, ...]) -> Tensor | None:
+    scores, eps, padding_mask = inputs
+    if tangents[0] is None:
+        return None
+    quotients, divisor = _divided(scores, eps, padding_mask)
+    moves = _cleared(tangents[0].to(quotients.dtype), padding_mask)
+    found = (moves - quotients * _row_sums(moves)) / divisor
+    return _cleared(found, padding_mask).to(scores.dtype)
+
+
+_normalize_scores = register(
+    "normalize_scores(Tensor scores, float eps, Tensor? padding_mask) -> Tensor",
+    _operator,
+    lambda scores, eps, padding_mask: scores.new_empty(scores.shape),
+    derivative=_derivative,
+    setup=_setup,
+    tangent=_tangent,
+)

@@ -52,6 +52,7 @@ FLOORS = (
     ("",),  # the package: its names for users
     ("nn", "testing"),
     ("bench", "verify"),
+    ("peers",),
     ("report",),
     ("cli",),
     ("__main__",),

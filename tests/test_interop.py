@@ -44,7 +44,10 @@ def test_megatron_is_absent(monkeypatch: pytest.MonkeyPatch, absent: str) -> Non
 
 
 def test_no_host_is_imported_before_it_is_needed() -> None:
-    code = "import sys, moeroute.interop.huggingface, moeroute.interop.megatron, moeroute.interop.transformer_engine; print(*sorted(sys.modules))"
+    code = """
+import sys, moeroute
+moeroute.interop.huggingface, moeroute.interop.megatron, moeroute.interop.transformer_engine
+print(*sorted(sys.modules))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "moeroute.interop.hosts" in done.stdout.split()
     assert not {"transformers", "megatron", "transformer_engine"} & set(done.stdout.split())

@@ -9,7 +9,8 @@ The data path:
     output = unpermute(rows, plan, weights)                      [T, H], the weighted sum
 
 `spread`, `combine` and `row_dots` are what permute, unpermute and all their gradients are made of.
-`moeroute.nn` has the layer, `moeroute.aclnn` the calls of CANN; each is imported when it is first used.
+`moeroute.nn` has the layer, `moeroute.aclnn` the calls of CANN, `moeroute.interop` the names of other libraries; each
+is imported when it is first used.
 """
 
 import importlib
@@ -102,10 +103,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> types.ModuleType:
-    if name in ("aclnn", "nn"):
+    if name in ("aclnn", "interop", "nn"):
         return importlib.import_module(f"moeroute.{name}")
     raise AttributeError(f"module 'moeroute' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "aclnn", "nn"})
+    return sorted({*globals(), "aclnn", "interop", "nn"})

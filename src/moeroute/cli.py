@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument("--seconds", type=float, default=2.0, help="for each case and way to measure (default: 2)")
     bench.add_argument("--threads", type=_positive, help="default: torch's")
     bench.add_argument("--out", type=Path, default=Path("out"), help="folder for JSON and chart (default: out)")
+    bench.add_argument("--peers", action="store_true", help="against the libraries whose names moeroute.interop has")
     bench.add_argument("--check", action="store_true", help="exit with 1 where a promised bound does not hold")
     bench.set_defaults(run=_bench)
 
@@ -192,6 +193,8 @@ def _bench(chosen: argparse.Namespace) -> int:
 
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
+    if chosen.peers:
+        return _bench_peers(chosen)
     names = [case.name for case in testing.CASES if chosen.only in case.name]
     if chosen.only in "memory":
         names.append("memory")
@@ -206,6 +209,22 @@ def _bench(chosen: argparse.Namespace) -> int:
     report.bench_chart(chosen.out / "bench.png", summaries, about)
     print(f"written: {chosen.out / 'bench.json'}, {chosen.out / 'bench.png'}")
     missed = [f"{summary.case.name}: {miss}" for summary in summaries for miss in summary.missed]
+    for miss in missed:
+        print(f"below its bound: {miss}")
+    return 1 if missed and chosen.check else 0
+
+
+def _bench_peers(chosen: argparse.Namespace) -> int:
+    from moeroute import bench, peers, report
+
+    cases = [case for case in peers.CASES if chosen.only in case.name]
+    if not cases:
+        raise SystemExit(f"moeroute bench: no case's name contains {chosen.only!r}")
+    if absent := peers.missing(cases):
+        raise SystemExit(f"moeroute bench --peers needs {' and '.join(absent)}: pip install '.[hosts]' in a clone")
+    results = peers.run(cases, chosen.seconds)
+    report.print_peers(results, bench.about())
+    missed = [f"{result.case.name}: {miss}" for result in results for miss in result.missed]
     for miss in missed:
         print(f"below its bound: {miss}")
     return 1 if missed and chosen.check else 0

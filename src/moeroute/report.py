@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moeroute.bench import Summary
+    from moeroute.peers import Result
 
 
 def write(path: Path, content: bytes) -> None:
@@ -90,6 +91,29 @@ def print_bench(summaries: Sequence["Summary"], lines: Sequence[dict[str, Any]],
                 f"{line['inputs_outputs_gradients_bytes'] / 2**20:.0f} MiB of inputs, outputs and gradients, "
                 f"{line['besides_bytes'] / 2**20:.1f} MiB besides ({line['besides_share']:.1%}, bound 5%)"
             )
+
+
+def print_peers(results: Sequence["Result"], about: dict[str, Any]) -> None:
+    """Print the table of `bench --peers`: a row a side."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{about['processor']}, {about['threads']} threads, torch {about['torch']}, {about['date']}")
+    table.add_column("case", no_wrap=True)
+    table.add_column("side")
+    for heading in ("time", "of ours", "peak memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("bounds")
+    for result in results:
+        for name, seconds in result.seconds.items():
+            ours = name == "moeroute"
+            memory = f"{result.bytes[name] / 2**20:,.0f} MiB" if result.bytes[name] else "–"
+            verdict = "" if not ours else "[green]hold[/]" if not result.missed else "[red]" + "; ".join(result.missed)
+            times = f"× {seconds / result.seconds['moeroute']:.2f}"
+            table.add_row(result.case.name if ours else "", name, f"{seconds * 1e3:,.1f} ms", times, memory, verdict)
+        for name, reason in result.not_run.items():
+            table.add_row("", name, "–", "–", "–", reason)
+    Console(width=max(Console().width, 150)).print(table)
 
 
 def bench_chart(path: Path, summaries: Sequence["Summary"], about: dict[str, Any]) -> None:

@@ -3,3 +3,18 @@
 They map names and conventions onto the verbs of `moeroute` and `moeroute.nn` and do no arithmetic of their
 own. A host is imported when a function is called, not before; docs/interop.md has an example for each.
 """
+
+import importlib
+import types
+
+HOSTS = ("huggingface", "megatron", "transformer_engine")
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    if name in HOSTS:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOSTS})

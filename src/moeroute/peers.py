@@ -5,6 +5,8 @@ reported only after the outputs and the gradients of every side were compared wi
 is taken in one more process a side.
 """
 
+import contextlib
+import ctypes
 import gc
 import importlib.util
 import json
@@ -38,10 +40,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Sides:
-    """Ours first; `expected` is the result in float64; `not_run` says of the host's others why they are not there."""
+    """Ours first; `expected` is the result in float64; `clear` drops what the last step left, gradients above all;
+    `not_run` says of the host's others why they are not there.
+    """
 
     sides: dict[str, Side]
     expected: tuple[Tensor, ...]
+    clear: Callable[[], None]
     not_run: dict[str, str] = field(default_factory=dict)
 
 
@@ -73,8 +78,8 @@ def _qwen3_moe_block(
     def side(implementation: str, block: Any = block, x: Tensor = x, seed: Tensor = seed) -> Side:
         def step() -> tuple[Tensor, ...]:
             config._experts_implementation = implementation
-            for tensor in (x, *block.parameters()):
-                tensor.grad = None
+            block.zero_grad()
+            x.grad = None
             output = block(x)
             output.backward(seed)
             return output.detach(), *(t.grad for t in (x, *block.parameters()))
@@ -102,7 +107,12 @@ def _qwen3_moe_block(
     if copies < 2**27:
         names.append("batched_mm")
         del not_run["batched_mm"]
-    return Sides({name: side(name) for name in names}, expected, not_run)
+
+    def clear() -> None:
+        block.zero_grad()
+        x.grad = None
+
+    return Sides({name: side(name) for name in names}, expected, clear, not_run)
 
 
 CASES = (
@@ -168,10 +178,14 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
 
 def peak(case: Case, name: str) -> dict[str, Any]:
     """The most bytes that a side holds in a step besides what is there before, its results included."""
-    step = case.make().sides[name]
-    step()  # libraries, kernels and gradients' first memory
-    memory.empty_cache()
+    sides = case.make()
+    step = sides.sides[name]
+    step()  # libraries and kernels
+    sides.clear()
     gc.collect()
+    memory.empty_cache()
+    with contextlib.suppress(AttributeError, OSError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -91,8 +91,8 @@ NEEDS = {
 }
 
 
-# These put the name of a module together: dispatch loads the backends, the package its lazy modules.
-COMPOSES = ("dispatch", "")
+# These put the name of a module together: dispatch loads the backends, the packages their lazy modules.
+COMPOSES = ("dispatch", "", "interop")
 
 
 def imports_of(name: str) -> set[str]:

@@ -66,36 +66,45 @@ def gating_topk(
 ) -> Gating:
     """Choose k experts for every token and weigh them.
 
-    logits: [T, E], float16, bfloat16, float32 (all computed in float32) or float64 (reference backend).
-    Returns `Gating`: weights [T, k], expert_ids int32 [T, k] best first, scores [T, E].
-
-    score: how logits become scores s. "softmax"; "sigmoid"; "sqrtsoftplus", the square root of log(1 + exp(x)).
-        For the others the scores are the logits themselves, and the weights are the softmax over the chosen ones
-        ("topk_softmax"), the sigmoid of each of them ("topk_sigmoid": Llama 4), or they themselves ("none"). To
-        select on the logits differs where scores tie: logits [0, -200, -150] with k = 2 choose {0, 2} by
-        "topk_softmax", and logits [20, 25, 30, 1] choose [2, 1] by "topk_sigmoid"; by "softmax" and "sigmoid"
-        these are equal scores, and the smaller id wins.
-    bias: [E], any of the four dtypes; added to the scores for the selection only, in float32 (float64 with
-        float64 logits); gets no gradient, and its `requires_grad` never makes that of a result.
-    num_groups, topk_groups: the experts form num_groups equal groups of neighbours; only topk_groups of them
-        (None: all) stay in. The others count as -inf.
-    group_score: what a group is worth: its best value ("max" or 1), the sum of its two best ("top2_sum" or 2),
-        or the sum of its n best for an int n, at most the size of a group; Megatron-Core's
-        ``num_groups, group_topk`` is ``n = k // topk_groups``.
-    renormalize: divide the weights by (their sum + eps). None: True for sigmoid and sqrtsoftplus, False for
-        the others. Then the weights are multiplied by `scaling_factor`, either way. With k = 1 a renormalised
-        weight is the constant 1, whatever the logits (Megatron-Core's is ``renormalize=k > 1``); with eps = 0
-        the weights of a token whose sum is 0 are NaN.
-    expert_ids: [T, k], any integer dtype: no selection, these experts are used (router replay), gradients
-        still flow. An id outside [0, E) has weight 0, is left out of sums and comes back as -1; repeats are
-        slots like any others, and k may exceed E.
-    weights_dtype: None is float32 (float64 for float64 logits). Rounded once, from float32.
-    out: the three tensors to write into, outside autograd; their rows may be strided. A None weights_dtype
-        is then that of the first.
-
     Order: the larger value first, equal values by smaller expert id, +0 equals -0, a NaN larger than every
     number. The ids of a row are valid and distinct whatever the logits. Row t of the result depends on row t
-    of the logits alone. Differentiable in the logits, through weights and scores, as often as you like.
+    of the logits alone. Differentiable to any order in the logits, through weights and scores.
+
+    Args:
+        logits: [T, E], float16, bfloat16, float32 (all computed in float32) or float64 (reference backend).
+        k: experts per token.
+        score: how logits become scores s. "softmax"; "sigmoid"; "sqrtsoftplus", the square root of log(1 + exp(x)).
+            For the others the scores are the logits themselves, and the weights are the softmax over the chosen ones
+            ("topk_softmax"), the sigmoid of each of them ("topk_sigmoid": Llama 4), or they themselves ("none"). To
+            select on the logits differs where scores tie: logits [0, -200, -150] with k = 2 choose {0, 2} by
+            "topk_softmax", and logits [20, 25, 30, 1] choose [2, 1] by "topk_sigmoid"; by "softmax" and "sigmoid"
+            these are equal scores, and the smaller id wins.
+        bias: [E], any of the four dtypes; added to the scores for the selection only, in float32 (float64 with
+            float64 logits); gets no gradient, and its `requires_grad` never makes that of a result.
+        num_groups: the experts form so many equal groups of neighbours.
+        topk_groups: groups that stay in (None: all). The experts of the others count as -inf.
+        group_score: what a group is worth: its best value ("max" or 1), the sum of its two best ("top2_sum" or 2),
+            or the sum of its n best for an int n, at most the size of a group; Megatron-Core's
+            ``num_groups, group_topk`` is ``n = k // topk_groups``.
+        renormalize: divide the weights by (their sum + eps). None: True for sigmoid and sqrtsoftplus, False for
+            the others. With k = 1 a renormalised weight is the constant 1, whatever the logits (Megatron-Core's is
+            ``renormalize=k > 1``); with eps = 0 the weights of a token whose sum is 0 are NaN.
+        scaling_factor: multiplies the weights, renormalised or not.
+        eps: see `renormalize`.
+        expert_ids: [T, k], any integer dtype: no selection, these experts are used (router replay), gradients
+            still flow. An id outside [0, E) has weight 0, is left out of sums and comes back as -1; repeats are
+            slots like any others, and k may exceed E.
+        weights_dtype: None is float32 (float64 for float64 logits). Rounded once, from float32.
+        out: the three tensors to write into, outside autograd; their rows may be strided. A None weights_dtype
+            is then that of the first.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        `Gating`: weights [T, k], expert_ids int32 [T, k] best first, scores [T, E].
+
+    Raises:
+        ValueError: a wrong shape, size, number or device.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch, for sigmoid without groups: ``s = logits.float().sigmoid(); ids = (s + bias).topk(k)[1];
     w = s.gather(1, ids); w = w / (w.sum(1, keepdim=True) + eps) * scaling_factor``.
@@ -109,8 +118,6 @@ def gating_topk(
     >>> bias = torch.tensor([9.0, 0.0, 0.0, 0.0])
     >>> moeroute.gating_topk(torch.tensor([[0.0, 1.0, 2.0, 3.0]]), k=2, score="sigmoid", bias=bias).expert_ids
     tensor([[0, 3]], dtype=torch.int32)
-
-    Raises ValueError for shapes, sizes and numbers, TypeError for types and dtypes.
     """
     operator = "gating_topk"
     _check_matrix(operator, "logits", logits, "[T, E]")
@@ -195,15 +202,30 @@ def gating_topk_backward(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """The gradient of `gating_topk` in the logits, [T, E], for those who bring their own autograd.
+    """The gradient of `gating_topk` in the logits, [T, E], for callers with an autograd of their own.
 
-    scores, expert_ids: as `gating_topk` returned them, float32 (or float64) [T, E] and any integer dtype
-    [T, K]. grad_weights: [T, K], any float dtype. grad_scores: [T, E] in the dtype of scores, where the scores
-    were used too. score, renormalize, scaling_factor, eps: as given to `gating_topk`. The result has `out_dtype`
-    (None: that of grad_weights), rounded once. Repeated ids of a row add up in slot order, ids outside [0, E)
-    add nothing. `out`: write there instead, outside autograd; rows may be strided. Differentiable.
+    With score="sigmoid" and renormalize=True it has the meaning of aclnnMoeGatingTopKBackward. Differentiable.
 
-    With score="sigmoid" and renormalize=True this is aclnnMoeGatingTopKBackward.
+    Args:
+        scores: [T, E], float32 or float64, as `gating_topk` returned them.
+        grad_weights: [T, K], any float dtype.
+        expert_ids: [T, K], any integer dtype. Repeated ids of a row add up in slot order, ids outside [0, E) add
+            nothing.
+        score: see `gating_topk`.
+        renormalize: see `gating_topk`.
+        scaling_factor: see `gating_topk`.
+        eps: see `gating_topk`.
+        grad_scores: [T, E] in the dtype of scores; the gradient of the scores, where they were used too.
+        out_dtype: of the result, rounded once. None: that of grad_weights.
+        out: [T, E], of out_dtype; rows may be strided. The result is written into it, outside autograd.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The gradient [T, E]; `out` if it was given.
+
+    Raises:
+        ValueError: a wrong shape, size, number or device.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch, sigmoid and renormalised: ``g = scaling_factor * grad_weights; w = scores.gather(1, ids);
     D = w.sum(1, keepdim=True) + eps; g = (g - (w / D * g).sum(1, keepdim=True)) / D;
@@ -214,8 +236,6 @@ def gating_topk_backward(
     >>> ids = torch.tensor([[2, 0]])
     >>> moeroute.gating_topk_backward(scores, torch.tensor([[1.0, 0.0]]), ids, score="sigmoid", renormalize=False)
     tensor([[0.0000, 0.0000, 0.1875]])
-
-    Raises ValueError for shapes, sizes and numbers, TypeError for types and dtypes.
     """
     operator = "gating_topk_backward"
     _check_backward(operator, scores, grad_weights, expert_ids, grad_scores)

@@ -21,26 +21,35 @@ def plan_from_row_of_slot(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> RoutingPlan:
-    """The plan of somebody who knows the row of each slot, such as aclnn's `sortedIndices`.
+    """The plan for a given row of each slot, such as aclnn's `sortedIndices`.
 
-    `row_of_slot` is [T, K] or [T * K], int32 or int64, of any strides. `first_row` is subtracted, and
-    what then lies outside [0, num_rows) is -1: no row. Several slots may name one row: each reads
-    it, and its `slot_of_row` is the last of them. Nothing is read back.
+    Several slots may name one row: each reads it, and its `slot_of_row` is the last of them. Nothing is read back. The
+    plan knows no `num_experts` and no counts. K is the number of slots divided by T (1 where both are 0).
+
+    Args:
+        row_of_slot: [T, K] or [T * K], int32 or int64, any strides.
+        num_tokens: T.
+        num_rows: R.
+        first_row: subtracted from `row_of_slot`; what then lies outside [0, num_rows) is -1: no row.
+        expert_of_slot: for weights [T, E] and a bias [E, H]; as many elements, any integer dtype. A negative id, or one
+            that does not fit into int32, becomes -1.
+        out: int32 [S], of any strides, outside torch.compile: gets `row_of_slot`, and the plan goes on using it.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: a wrong shape, size, number or device.
+        TypeError: a wrong type or dtype.
+
+    In torch: `slot_of_row[row_of_slot] = arange(T * K)`.
 
     >>> plan = plan_from_row_of_slot(torch.tensor([2, 4, 0, 3, 1, 5]), num_tokens=3, num_rows=4)
     >>> plan.row_of_slot.tolist(), plan.slot_of_row.tolist(), plan.topk
     ([2, -1, 0, 3, 1, -1], [2, 4, 0, 3], 2)
     >>> plan_from_row_of_slot(torch.tensor([2, 4, 0, 3, 1, 5]), 3, 4, first_row=1).row_of_slot.tolist()
     [1, 3, -1, 2, 0, -1]
-
-    In torch: `slot_of_row[row_of_slot] = arange(T * K)`.
-
-    `expert_of_slot`, of the same number of elements and any integer dtype, is for weights [T, E] and
-    a bias [E, H]; what is negative or does not fit into int32 becomes -1. The plan knows no
-    `num_experts` and no counts. K is the number of slots divided by T (1 where both are 0). `out`: as for
-    `plan_from_expert_ids`, here and in the other constructors.
-
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
     """
     operator = "plan_from_row_of_slot"
     check.integer(operator, "num_tokens", num_tokens, 0, LARGEST - 1)
@@ -89,28 +98,39 @@ def plan_from_token_ids(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> RoutingPlan:
-    """The plan of somebody who knows the token of each row, such as Megatron's `sorted_indices`.
+    """The plan for a given token of each row, such as Megatron's `sorted_indices`.
 
-    Entry i puts row `rows[i]` (without `rows`: row i) under token `token_ids[i]`. Both are [N], of any
-    integer dtype and strides. Slots are the entries grouped by token, inside a token in their order; an
-    entry whose token id lies outside [0, num_tokens) owns no slot, and the slots left over at the end
-    belong to no token. A row outside [0, num_rows) is -1; where two entries name one row, its
-    `slot_of_row` is the later slot. `num_rows` is N unless given. Nothing is read back.
+    Entry i puts row `rows[i]` (without `rows`: row i) under token `token_ids[i]`. Slots are the entries grouped by
+    token, inside a token in their order; an entry whose token id lies outside [0, num_tokens) owns no slot, and the
+    slots left over at the end belong to no token. Nothing is read back.
+
+    Args:
+        token_ids: [N], any integer dtype, any strides.
+        num_tokens: T.
+        rows: [N], any integer dtype, any strides. A row outside [0, num_rows) is -1; where two entries name one row,
+            its `slot_of_row` is the later slot.
+        num_rows: R; None: N.
+        num_experts: must divide `num_rows`. Row r then belongs to expert `r // (num_rows / num_experts)`: the plan has
+            `expert_of_slot` for weights [T, E], and counts.
+        out: int32 [S], of any strides, outside torch.compile: gets `row_of_slot`, and the plan goes on using it.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: a wrong shape, size, number or device.
+        TypeError: a wrong type or dtype.
+
+    In torch: `row_of_slot = argsort(token_ids, stable=True)`.
 
     >>> plan = plan_from_token_ids(torch.tensor([1, 0, 1, 9, 0]), num_tokens=2)
     >>> plan.slot_offsets.tolist(), plan.row_of_slot.tolist(), plan.slot_of_row.tolist()
     ([0, 2, 4], [1, 4, 0, 2, -1], [2, 0, 3, -1, 1])
 
-    In torch: `row_of_slot = argsort(token_ids, stable=True)`.
-
-    With `num_experts`, which must divide `num_rows`, row r belongs to expert `r // (num_rows / num_experts)`:
-    the plan has `expert_of_slot` for weights [T, E], and counts.
-
     >>> plan = plan_from_token_ids(torch.tensor([0, 2, 1, 2]), num_tokens=3, num_experts=2)
     >>> plan.expert_of_slot.tolist(), plan.tokens_per_expert.tolist()
     ([0, 1, 0, 1], [2, 2])
-
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
     """
     operator = "plan_from_token_ids"
     check.integer(operator, "num_tokens", num_tokens, 0, LARGEST - 1)
@@ -145,19 +165,29 @@ def plan_from_segments(
 ) -> RoutingPlan:
     """The plan that regroups chunks from several ranks by expert (MoeReRouting).
 
-    `lengths` [ranks, E], of any integer dtype: the tokens lie rank by rank, and inside a rank expert
-    by expert, `lengths[rank, expert]` of them in a chunk; the rows lie expert by expert, and inside an
-    expert rank by rank. Each token is one slot (`topk` = 1), S = R = T. Nothing is read back: tokens
-    behind the last chunk have no row, chunks end at the last token, and a negative length counts as 0.
+    The tokens lie rank by rank, and inside a rank expert by expert; the rows lie expert by expert, and inside an expert
+    rank by rank. Each token is one slot (`topk` = 1), S = R = T. Nothing is read back: tokens behind the last chunk
+    have no row, chunks end at the last token, and a negative length counts as 0.
 
-    >>> plan = plan_from_segments(torch.tensor([[2, 1], [1, 2]]), num_tokens=6)
-    >>> plan.row_of_slot.tolist(), plan.slot_of_row.tolist(), plan.tokens_per_expert.tolist()
-    ([0, 1, 3, 2, 4, 5], [0, 1, 3, 2, 4, 5], [3, 3])
+    Args:
+        lengths: [ranks, E], any integer dtype: the tokens of each chunk.
+        num_tokens: T.
+        out: int32 [S], of any strides, outside torch.compile: gets `row_of_slot`, and the plan goes on using it.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: a wrong shape, size, number or device.
+        TypeError: a wrong type or dtype.
 
     In torch: `chunks = arange(T).split(lengths.flatten().tolist())`, then
     `slot_of_row = cat([chunks[r * E + e] for e in range(E) for r in range(ranks)])`.
 
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
+    >>> plan = plan_from_segments(torch.tensor([[2, 1], [1, 2]]), num_tokens=6)
+    >>> plan.row_of_slot.tolist(), plan.slot_of_row.tolist(), plan.tokens_per_expert.tolist()
+    ([0, 1, 3, 2, 4, 5], [0, 1, 3, 2, 4, 5], [3, 3])
     """
     operator = "plan_from_segments"
     lengths = index_tensor(operator, "lengths", lengths, "[ranks, E]", (2,))
@@ -181,29 +211,37 @@ def plan_from_chunks(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> RoutingPlan:
-    """The plan that reorders chunks of tokens: `sort_chunks_by_index` of Transformer Engine, `sort_chunks_by_idxs` of
-    Megatron.
+    """The plan that reorders chunks of tokens.
 
-    `lengths` [N]: the tokens lie chunk by chunk, `lengths[c]` of them in chunk c. `order` [N], a permutation:
-    chunk `order[i]` comes i-th among the rows. Both are of any integer dtype and strides. Each token is one slot
-    (`topk` = 1), S = R = T.
-
-    >>> lengths, order = torch.tensor([2, 1, 3]), torch.tensor([2, 0, 1])
-    >>> plan = plan_from_chunks(lengths, order, num_tokens=6)
-    >>> plan.token_of_row.tolist(), plan.row_of_slot.tolist()
-    ([3, 4, 5, 0, 1, 2], [3, 4, 5, 0, 1, 2])
-
-    In torch: `chunks = arange(T).split(lengths.tolist())`, then
-    `slot_of_row = cat([chunks[c] for c in order.tolist()])`.
+    It is `sort_chunks_by_index` of Transformer Engine and `sort_chunks_by_idxs` of Megatron. Each token is one slot
+    (`topk` = 1), S = R = T. `plan_from_segments` is the case in which chunks of [ranks, E] are ordered by expert; here
+    the plan knows no experts.
 
     Nothing is read back, so that the data is not checked either: tokens behind the last chunk have no row, chunks
     end at the last token, and a negative length counts as 0. An `order` outside [0, N) names no chunk. Of several
     places that name one chunk the last has its rows; a chunk that no place names has none.
 
-    `plan_from_segments` is the case in which chunks of [ranks, E] are ordered by expert. The plan knows no experts
-    here.
+    Args:
+        lengths: [N], any integer dtype, any strides: the tokens lie chunk by chunk, `lengths[c]` of them in chunk c.
+        order: [N], a permutation, any integer dtype, any strides: chunk `order[i]` comes i-th among the rows.
+        num_tokens: T.
+        out: int32 [S], of any strides, outside torch.compile: gets `row_of_slot`, and the plan goes on using it.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
 
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: a wrong shape, size, number or device.
+        TypeError: a wrong type or dtype.
+
+    In torch: `chunks = arange(T).split(lengths.tolist())`, then
+    `slot_of_row = cat([chunks[c] for c in order.tolist()])`.
+
+    >>> lengths, order = torch.tensor([2, 1, 3]), torch.tensor([2, 0, 1])
+    >>> plan = plan_from_chunks(lengths, order, num_tokens=6)
+    >>> plan.token_of_row.tolist(), plan.row_of_slot.tolist()
+    ([3, 4, 5, 0, 1, 2], [3, 4, 5, 0, 1, 2])
     """
     operator = "plan_from_chunks"
     lengths = index_tensor(operator, "lengths", lengths, "[N]", (1,))
@@ -236,23 +274,32 @@ def plan_from_row_id_map(
 ) -> RoutingPlan:
     """The plan of Transformer Engine's `row_id_map`, which its `moe_permute` returns.
 
-    `row_id_map` [T, 2E + 1], int32 or another integer dtype: token t goes to n = `row_id_map[t, 2E]` experts; the
-    first n entries of its line are its rows, the n from column E on the experts' ids; nothing else is read.
-    `pad_offsets` [E], as `moe_permute_and_pad_with_probs` returns it, is added to the rows of each expert.
+    Token t goes to n = `row_id_map[t, 2E]` experts, at most E; the first n entries of its line are its rows, the n from
+    column E on the experts' ids; nothing else is read. Tokens own different numbers of slots, in the order of the map,
+    so that weights are [T, E]. Nothing is read back: S = R = `num_rows`, and slots behind the last entry belong to no
+    token; entries from the `num_rows`-th on have none. A row outside [0, num_rows), with the offset or without, or an
+    id outside [0, E) is a slot without a row and an expert. The plan has no counts of its experts.
+
+    Args:
+        row_id_map: [T, 2E + 1], any integer dtype.
+        num_rows: R.
+        pad_offsets: [E], as `moe_permute_and_pad_with_probs` returns it; added to the rows of each expert.
+        out: int32 [S], of any strides, outside torch.compile: gets `row_of_slot`, and the plan goes on using it.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: a wrong shape, size, number or device.
+        TypeError: a wrong type or dtype.
+
+    In torch: `token_of_row[row_id_map[t, :n]] = t`.
 
     >>> row_id_map = torch.tensor([[2, 0, 1, 0, 2], [1, -1, 0, -1, 1]])
     >>> plan = plan_from_row_id_map(row_id_map, num_rows=3)
     >>> plan.token_of_row.tolist(), plan.slot_offsets.tolist(), plan.expert_of_slot.tolist()
     ([0, 1, 0], [0, 2, 3], [1, 0, 0])
-
-    In torch: `token_of_row[row_id_map[t, :n]] = t`.
-
-    Tokens own different numbers of slots, in the order of the map, so that weights are [T, E]. Nothing is read back:
-    S = R = `num_rows`, and slots behind the last entry belong to no token; entries from the `num_rows`-th on have
-    none. n counts at most E. A row outside [0, num_rows), with the offset or without, or an id outside [0, E) is a
-    slot without a row and an expert. The plan has no counts of its experts.
-
-    Raises TypeError for a wrong type or dtype, ValueError for a wrong shape or value.
     """
     operator = "plan_from_row_id_map"
     row_id_map, pad_offsets = _map_of(operator, row_id_map, pad_offsets)

@@ -46,57 +46,59 @@ def plan_from_expert_ids(
 ) -> RoutingPlan:
     """The plan for K chosen experts per token.
 
-    `expert_ids` is [T, K], or [T] for K = 1, of any integer dtype and any strides. Slot `t * K + k`
-    is token t's k-th choice; an id below 0 or from `num_experts` on is an empty slot without a row
-    (-1 and `num_experts` are the usual marks). Rows are grouped by expert, ascending; inside an
-    expert by slot: the stable sort of the slots by expert, found by counting.
+    Slot `t * K + k` is token t's k-th choice. Rows are grouped by expert, ascending; inside an expert by slot: the
+    stable sort of the slots by expert, found by counting. The result is the same on every backend with any number of
+    threads.
+
+    Args:
+        expert_ids: [T, K], or [T] for K = 1, any integer dtype, any strides. An id below 0 or from `num_experts` on is
+            an empty slot without a row (-1 and `num_experts` are the usual marks).
+        num_experts: E. None: any id from 0 on, with rows in the stable order of the ids; the cost does not depend on
+            the largest id. The plan then knows no experts: no `tokens_per_expert`, and none of `expert_range`,
+            `capacity`, `pad_to_capacity` and `align`.
+        expert_range: (lo, hi): only experts lo <= e < hi get rows, as on the rank that holds them; `tokens_per_expert`
+            then has hi - lo entries.
+        capacity: most rows of an expert. The other slots become -1.
+        drop: the slots that stay under a capacity. "position": the first ones; "weight": those with the largest
+            `weights` (NaN is the largest, -0 equals +0, of equal ones the smaller slot stays), in slot order all the
+            same.
+        weights: [T, K], for drop="weight"; float64 needs the reference backend.
+        pad_to_capacity: every expert has exactly `capacity` rows, rounded up to `align`.
+        align: each expert's rows are padded to a multiple of it; an expert without rows stays without.
+        num_rows: R. None: as many as the slots need, one integer read back (a synchronisation on a GPU, a
+            data-dependent size under torch.compile), except with `pad_to_capacity`. A given number reads nothing (`T *
+            K` is never too small): slots whose row would lie behind it become -1, rows behind the last are padding.
+            `tokens_per_expert` and `rows_per_expert` count rows inside it.
+        check: read the ids, and raise ValueError for one that is neither an expert nor -1 nor `num_experts`.
+        out: int32 [S], of any strides, outside torch.compile: gets `row_of_slot`, and the plan goes on using it.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: a wrong shape or value, among them more than 2^31 - 1 slots or rows.
+        TypeError: a wrong type or dtype.
+
+    In torch: `slot_of_row = argsort(expert_ids.flatten(), stable=True)`, `row_of_slot = argsort(slot_of_row)`,
+    `tokens_per_expert = bincount(expert_ids.flatten(), minlength=num_experts)`.
 
     >>> ids = torch.tensor([[1, 2], [0, 1], [0, 2]])
     >>> plan = plan_from_expert_ids(ids, num_experts=3)
     >>> plan.row_of_slot.tolist(), plan.slot_of_row.tolist(), plan.tokens_per_expert.tolist()
     ([2, 4, 0, 3, 1, 5], [2, 4, 0, 3, 1, 5], [2, 2, 2])
 
-    In torch: `slot_of_row = argsort(expert_ids.flatten(), stable=True)`, `row_of_slot = argsort(slot_of_row)`,
-    `tokens_per_expert = bincount(expert_ids.flatten(), minlength=num_experts)`.
+    >>> plan_from_expert_ids(ids, 3, capacity=1).row_of_slot.tolist()
+    [1, 2, 0, -1, -1, -1]
+    >>> weights = torch.tensor([[0.5, 0.5], [0.4, 0.6], [0.9, 0.1]])
+    >>> plan_from_expert_ids(ids, 3, capacity=1, drop="weight", weights=weights).row_of_slot.tolist()
+    [-1, 2, -1, 1, 0, -1]
 
-    - `num_experts=None`: any id from 0 on (and rows in the stable order of the ids); the cost does
-      not depend on the largest. The plan then knows no experts: no `tokens_per_expert`, and none of
-      `expert_range`, `capacity`, `pad_to_capacity` and `align`.
-    - `expert_range=(lo, hi)`: only experts lo <= e < hi get rows, as on the rank that holds them;
-      `tokens_per_expert` then has hi - lo entries.
-    - `capacity`: most rows of an expert. With `drop="position"` its first slots stay, with
-      `drop="weight"` the slots with the largest `weights` [T, K] (NaN is the largest, -0 equals +0,
-      of equal ones the smaller slot stays), in slot order all the same. The others become -1.
+    >>> plan_from_expert_ids(ids, 3, capacity=2, pad_to_capacity=True, align=3).slot_of_row.tolist()
+    [2, 4, -1, 0, 3, -1, 1, 5, -1]
 
-      >>> plan_from_expert_ids(ids, 3, capacity=1).row_of_slot.tolist()
-      [1, 2, 0, -1, -1, -1]
-      >>> weights = torch.tensor([[0.5, 0.5], [0.4, 0.6], [0.9, 0.1]])
-      >>> plan_from_expert_ids(ids, 3, capacity=1, drop="weight", weights=weights).row_of_slot.tolist()
-      [-1, 2, -1, 1, 0, -1]
-
-    - `align`: each expert's rows are padded to a multiple; an expert without rows stays without.
-    - `pad_to_capacity`: every expert has exactly `capacity` rows, rounded up to `align`.
-
-      >>> plan_from_expert_ids(ids, 3, capacity=2, pad_to_capacity=True, align=3).slot_of_row.tolist()
-      [2, 4, -1, 0, 3, -1, 1, 5, -1]
-
-    - `num_rows=None`: R is what the slots need, one integer read back (a synchronisation on a GPU, a
-      data-dependent size under torch.compile), except with `pad_to_capacity`. A given number reads
-      nothing (`T * K` is never too small): slots whose row would lie behind it become -1, rows
-      behind the last are padding. `tokens_per_expert` and `rows_per_expert` count rows inside it.
-
-      >>> plan_from_expert_ids(ids, 3, num_rows=3).row_of_slot.tolist()
-      [2, -1, 0, -1, 1, -1]
-
-    - `check=True` reads the ids: ValueError for one that is neither an expert nor -1 nor
-      `num_experts`.
-    - `out`: an int32 tensor of S elements, of any strides, that gets `row_of_slot` (not under torch.compile);
-      the plan goes on using it.
-    - `backend`: "reference", "cpu", "triton", or None to choose; weights in float64 need the reference.
-
-    The result is the same whatever the backend and the number of threads. Raises TypeError for a
-    wrong type or dtype, ValueError for a wrong shape or value, among them more than 2^31 - 1 slots
-    or rows.
+    >>> plan_from_expert_ids(ids, 3, num_rows=3).row_of_slot.tolist()
+    [2, -1, 0, -1, 1, -1]
     """
     operator = "plan_from_expert_ids"
     expert_ids = index_tensor(operator, "expert_ids", expert_ids, "[T, K] or [T]", (1, 2))

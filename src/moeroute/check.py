@@ -326,8 +326,10 @@ def weights_kind(operator: str, weights: Any, rows_name: str, rows: Tensor | Non
         other = rows.dtype
         if other not in FLOATS:
             raise wrong_dtype(operator, rows_name, "floating with weights", rows)
-        if dtype is not other and (dtype is torch.float64 or other is torch.float64):
-            raise wrong_dtype(operator, "weights", f"float64 with float64 {rows_name} and only then", weights)
+        if dtype is not other and other is torch.float64:
+            raise wrong_dtype(operator, "weights", f"float64 with float64 {rows_name}", weights)
+        if dtype is not other and dtype is torch.float64:
+            raise wrong_dtype(operator, "weights", f"float32 or narrower with {other} {rows_name}", weights)
     if not (weights.is_cpu and slots.is_cpu):
         device_of_plan(operator, "weights", weights, slots)
 

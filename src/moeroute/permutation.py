@@ -18,7 +18,8 @@ def permute(tokens: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *,
         tokens: [T, H], any dtype, any strides.
         plan: the row of every slot.
         weights: multiply each copy; one for each slot: [T, E] where the plan has `expert_of_slot`, else [T, K].
-            float16, bfloat16 or float32 (float64 with float64). None: copies keep their bits.
+            float16, bfloat16 or float32; float64 with float64, and beside narrower tokens rounded to float32, once
+            (the gradient is float64). None: copies keep their bits.
         backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
 
     Returns:
@@ -58,7 +59,8 @@ def unpermute(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *,
         rows: [R, H], float16, bfloat16, float32 or float64, in the order that `permute` gave.
         plan: the plan that `permute` got.
         weights: one for each slot: [T, E] where the plan has `expert_of_slot`, else [T, K]. float16, bfloat16 or
-            float32 (float64 with float64).
+            float32; float64 with float64, and beside narrower rows rounded to float32, once (the gradient is
+            float64).
         backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
 
     Returns:
@@ -88,6 +90,7 @@ def _verb_weights(
     operator: str, name: str, rows: Tensor, weights: Tensor, plan: RoutingPlan, backend: str | None
 ) -> Tensor:
     """Checked and one a slot; [T, K] is that already, whatever its shape."""
+    weights = layout.weights_beside(rows, weights)
     check.weights_kind(operator, weights, name, rows, plan.row_of_slot)
     check.weights_of_plan(operator, "weights", weights, plan)
     return weights if plan.expert_of_slot is None else slots_of_weights(operator, weights, plan, None, backend)
@@ -214,7 +217,8 @@ def unpermute_backward(
         grad_rows, dots = spread_dots(grad_tokens, rows, slots.reshape(-1), plan.tensors, backend)
     if straight:
         return grad_rows, out_weights
-    return grad_rows, weights_of_slots(operator, dots, plan, shape, accumulate, out_weights, backend)
+    grad_weights = weights_of_slots(operator, dots, plan, shape, accumulate, out_weights, backend)
+    return grad_rows, grad_weights.to(weights.dtype)
 
 
 def permute_weights(

@@ -93,7 +93,7 @@ PLAN_ARGUMENTS = (
     (lambda plan, t, r, w: moeroute.permute(t, None), TypeError, "permute: plan must be a moeroute.RoutingPlan; got NoneType"),  # type: ignore[arg-type]
     (lambda plan, t, r, w: moeroute.permute(t, plan, w[:, :1]), ValueError, "permute: weights must be [T, K] with T = 6 and K = 2, as the plan; got shape [6, 1]"),
     (lambda plan, t, r, w: moeroute.permute(t, plan, w.long()), TypeError, "permute: weights must be float16, bfloat16, float32 or float64; got torch.int64"),
-    (lambda plan, t, r, w: moeroute.permute(t, plan, w.double()), TypeError, "permute: weights must be float64 with float64 tokens and only then; got torch.float64"),
+    (lambda plan, t, r, w: moeroute.permute(t.double(), plan, w), TypeError, "permute: weights must be float64 with float64 tokens; got torch.float32"),
     (lambda plan, t, r, w: moeroute.permute(t.long(), plan, w), TypeError, "permute: tokens must be floating with weights; got torch.int64"),
     (lambda plan, t, r, w: moeroute.unpermute(r[1:], plan), ValueError, "unpermute: rows must be [R, H] with R = 12, as the plan; got shape [11, 8]"),
     (lambda plan, t, r, w: moeroute.unpermute(r.long(), plan), TypeError, "unpermute: rows must be float16, bfloat16, float32 or float64; got torch.int64"),

@@ -10,6 +10,7 @@ from moeroute import check, dispatch, memory
 from moeroute.dtypes import BITS
 
 SMALL = memory.SMALLEST // 8  # elements that the pool does not care for, whatever their dtype
+NARROWER = (torch.float16, torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
 
 
@@ -53,6 +54,13 @@ def bits(tensor: Tensor) -> Tensor:
         parts = torch.view_as_real(tensor)
         tensor = parts.flatten(1) if tensor.dim() == 2 else parts.flatten()
     return tensor.view(BITS[tensor.element_size()])
+
+
+def weights_beside(rows: Tensor, weights: Any) -> Any:
+    """The weights; float64 ones beside narrower rows rounded to float32, once. Autograd widens their gradient again."""
+    if isinstance(weights, Tensor) and weights.dtype is torch.float64 and rows.dtype in NARROWER:
+        return weights.float()
+    return weights
 
 
 def check_out(operator: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor | None) -> None:

@@ -39,7 +39,8 @@ def spread(
     Args:
         x: [T, H], any dtype; without weights the bits are copied.
         plan: the row of every slot.
-        weights: [S], one for each slot: float16, bfloat16 or float32 (float64 with float64).
+        weights: [S], one for each slot: float16, bfloat16 or float32; float64 with float64, and
+            beside a narrower dtype rounded to float32, once.
         out: [R, H], the dtype of x; the result is written into it, outside autograd.
         backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
 
@@ -62,6 +63,7 @@ def spread(
     expect_plan("spread", plan)
     check.matrix("spread", "x", x, "T", plan.num_tokens, plan)
     if weights is not None:
+        weights = layout.weights_beside(x, weights)
         check.weight_per_slot("spread", weights, "x", x, plan.row_of_slot)
     elif x.is_quantized:
         raise check.quantized("spread", "x", x)
@@ -101,7 +103,8 @@ def combine(
     Args:
         rows: [R, H], float16, bfloat16, float32 or float64.
         plan: the row of every slot.
-        weights: [S], one for each slot: float16, bfloat16 or float32 (float64 with float64).
+        weights: [S], one for each slot: float16, bfloat16 or float32; float64 with float64, and
+            beside a narrower dtype rounded to float32, once.
         init: [T, H], where the sum starts, or a pair of such tensors, which are added up first. Outside autograd.
         bias: [E, H]: a slot adds ``weights[s] * (row + bias[expert_of_slot[s]])``, without the bias where its expert is
             none. Outside autograd.
@@ -129,6 +132,7 @@ def combine(
     check.matrix(operator, "rows", rows, "R", plan.num_rows, plan)
     check.floating(operator, "rows", rows)
     if weights is not None:
+        weights = layout.weights_beside(rows, weights)
         check.weight_per_slot(operator, weights, "rows", rows, plan.row_of_slot)
     if init is None and bias is None:
         return combine_checked(operator, rows, plan, weights, out, backend)

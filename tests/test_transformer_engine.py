@@ -1,5 +1,6 @@
 """The functions under Transformer Engine's names, against plain torch that follows its specification."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ def exact(tensor: Tensor) -> Tensor:
     return tensor.detach().double().requires_grad_()
 
 
-def assert_near(actual: Tensor, expected: Tensor) -> None:
-    """To one rounding of the dtype."""
-    tolerance = TOLERANCE[actual.dtype]
+def assert_near(actual: Tensor, expected: Tensor, *dtypes: torch.dtype) -> None:
+    """To one rounding of the dtype, or of the coarsest of others that it was computed from."""
+    tolerance = max(TOLERANCE[dtype] for dtype in (actual.dtype, *dtypes))
     torch.testing.assert_close(actual, expected.to(actual.dtype), rtol=tolerance, atol=tolerance)
 
 
@@ -127,6 +128,122 @@ def test_sort_chunks(dtype: torch.dtype, lengths: list[int]) -> None:
         torch.testing.assert_close(gradients(mine, of), gradients(theirs, of), rtol=0, atol=0)
     alone = te.moe_sort_chunks_by_index(rows, sizes.int(), order.int())
     torch.testing.assert_close(alone, expected[0], rtol=0, atol=0)
+
+
+# ---------------------------------------------------------------------------- rows by mask
+
+
+def ragged_map(num_tokens: int, num_experts: int = 8) -> Tensor:
+    """Tokens with different numbers of experts, none included."""
+    return torch.rand(num_tokens, num_experts, generator=generator(0)) < 0.3
+
+
+def token_of_row(routing_map: Tensor) -> Tensor:
+    return torch.arange(routing_map.shape[0]).expand(*routing_map.T.shape).masked_select(routing_map.T)
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["counted", "known"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 23])
+@pytest.mark.parametrize(("dtype", "probs_dtype"), list(itertools.product(DTYPES, DTYPES)), ids=str)
+def test_mask_mode(dtype: torch.dtype, probs_dtype: torch.dtype, num_tokens: int, known: bool) -> None:
+    routing_map = ragged_map(num_tokens)
+    tokens, probs = leaf(num_tokens, 5, dtype=dtype), leaf(num_tokens, 8, dtype=probs_dtype, seed=2)
+    size = int(routing_map.sum()) if known else -1
+    rows, row_probs, row_id_map = te.moe_permute_with_probs(tokens, probs, routing_map, size)
+    ids = token_of_row(routing_map)
+    torch.testing.assert_close(rows, tokens[ids], rtol=0, atol=0)
+    expected_probs = probs.T.masked_select(routing_map.T)
+    torch.testing.assert_close(row_probs, expected_probs, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(row_probs, probs), gradients(expected_probs, probs), rtol=0, atol=0)
+    alone, same_map = te.moe_permute(tokens, routing_map.to(torch.int32), size)
+    torch.testing.assert_close((alone, same_map), (rows, row_id_map), rtol=0, atol=0)
+    assert (row_id_map.dtype, row_id_map.shape) == (torch.int32, (num_tokens, 17))
+    for t, line in enumerate(row_id_map.tolist()):
+        n = line[-1]
+        assert line[8 : 8 + n] == routing_map[t].nonzero().flatten().tolist()
+        assert [int(ids[row]) for row in line[:n]] == [t] * n
+        assert line[n:8] + line[8 + n : 16] == [-1] * (16 - 2 * n)
+
+    wide = exact(tokens)
+    (expected,) = gradients(wide[ids], wide)
+    assert_near(gradients(rows, tokens)[0], expected)
+    mine, weights = leaf(*rows.shape, dtype=dtype, seed=3), leaf(num_tokens, 8, dtype=probs_dtype, seed=4)
+    wide, wide_weights = exact(mine), exact(weights)
+    for factor, options in (
+        (1.0, {}),
+        (wide_weights.T.masked_select(routing_map.T)[:, None], {"merging_probs": weights}),
+    ):
+        back = te.moe_unpermute(mine, row_id_map, restore_shape=tokens.shape, **options)  # type: ignore[arg-type]
+        by_hand = torch.zeros(tokens.shape, dtype=torch.float64).index_add(0, ids, wide * factor)
+        assert (back.shape, back.dtype) == (tokens.shape, dtype)
+        assert_near(back, by_hand)
+        assert back.requires_grad  # without rows too
+        inputs, wide_inputs = ((mine, weights), (wide, wide_weights)) if options else ((mine,), (wide,))
+        for got, wanted in zip(gradients(back, *inputs), gradients(by_hand, *wide_inputs), strict=True):
+            assert_near(got, wanted, dtype, probs_dtype)
+
+
+def test_no_rows() -> None:
+    """Theirs returns [0, H]."""
+    rows, row_id_map = te.moe_permute(torch.ones(3, 2, requires_grad=True), torch.zeros(3, 4).bool())
+    back = te.moe_unpermute(rows, row_id_map, restore_shape=(3, 2))
+    assert back.tolist() == [[0.0, 0.0]] * 3
+    back.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_padding(dtype: torch.dtype) -> None:
+    routing_map = ragged_map(23)
+    tokens, probs = leaf(23, 5, dtype=dtype), leaf(23, 8, dtype=dtype, seed=2)
+    counts = routing_map.sum(dim=0)
+    rows, row_probs, row_id_map, pad_offsets, padded = te.moe_permute_and_pad_with_probs(
+        tokens, probs, routing_map, counts, 4
+    )
+    plain, plain_probs, plain_map = te.moe_permute_with_probs(tokens, probs, routing_map)
+    torch.testing.assert_close(row_id_map, plain_map)
+    assert padded.tolist() == [-(-n // 4) * 4 for n in counts.tolist()]
+    padding = (padded - counts).tolist()
+    assert pad_offsets is not None
+    assert pad_offsets.dtype == torch.int64
+    assert pad_offsets.tolist() == [sum(padding[:e]) for e in range(8)]
+    for mine, theirs in ((rows, plain), (row_probs, plain_probs)):
+        for chunk, expected in zip(mine.split(padded.tolist()), theirs.split(counts.tolist()), strict=True):
+            torch.testing.assert_close(chunk[: len(expected)], expected, rtol=0, atol=0)
+            assert not chunk[len(expected) :].any()
+    back = te.moe_unpermute(rows, row_id_map, probs, pad_offsets=pad_offsets)
+    assert_near(back, tokens.double() * (probs.double() * routing_map).sum(dim=1, keepdim=True))
+    even = te.moe_permute_and_pad_with_probs(tokens, probs, torch.ones(23, 8).bool(), counts, 23)
+    assert even[3] is None
+    assert even[4].tolist() == [23] * 8
+
+
+def test_padding_is_twice_differentiable() -> None:
+    routing_map = torch.tensor([[1, 0, 1], [0, 0, 1], [1, 0, 1]]).bool()
+    tokens, probs = leaf(3, 2, dtype=torch.float64), leaf(3, 3, dtype=torch.float64, seed=2)
+
+    def forward(tokens: Tensor, probs: Tensor) -> Tensor:
+        rows, row_probs, row_id_map, pad_offsets, _ = te.moe_permute_and_pad_with_probs(
+            tokens, probs, routing_map, routing_map.sum(dim=0), 4
+        )
+        return te.moe_unpermute(rows**2 * row_probs[:, None], row_id_map, probs, pad_offsets=pad_offsets)
+
+    assert torch.autograd.gradcheck(forward, (tokens, probs))
+    assert torch.autograd.gradgradcheck(forward, (tokens, probs))
+
+
+def test_compiled_without_a_break() -> None:
+    routing_map = ragged_map(23)
+    size = int(routing_map.sum())
+    tokens, probs = leaf(23, 5, dtype=torch.float32), leaf(23, 8, dtype=torch.float32, seed=2)
+
+    def forward(tokens: Tensor, probs: Tensor) -> Tensor:
+        rows, row_probs, row_id_map = te.moe_permute_with_probs(tokens, probs, routing_map, size)
+        return te.moe_unpermute(rows * row_probs[:, None], row_id_map, probs)
+
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    actual, expected = compiled(tokens, probs), forward(tokens, probs)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(gradients(actual, tokens, probs), gradients(expected, tokens, probs))
 
 
 # ---------------------------------------------------------------------------- gating

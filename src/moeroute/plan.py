@@ -186,6 +186,22 @@ class RoutingPlan:
         """
         return self._once("_expert_ends", _expert_ends)
 
+    @property
+    def pad_offsets(self) -> Tensor | None:
+        """int64 [E]: how many padding rows the experts before each have, so that a row without padding is here that
+        row plus its expert's entry. None where the plan knows no experts.
+
+        Transformer Engine's `pad_offsets`, which `plan_from_row_id_map` takes.
+
+        >>> import torch, moeroute
+        >>> moeroute.plan_from_expert_ids(torch.tensor([[2, 0], [-1, 2], [0, 2]]), 4, align=4).pad_offsets.tolist()
+        [0, 2, 2, 3]
+        """
+        if self.rows_per_expert is None or self.tokens_per_expert is None:
+            return None
+        padding = self.rows_per_expert - self.tokens_per_expert
+        return padding.cumsum(0) - padding
+
     def _once(self, name: str, compute: Callable[["RoutingPlan"], Result]) -> Result:
         """compute(self), kept for the next use: a real tensor that autograd may save, filled by now."""
         if torch.compiler.is_compiling():

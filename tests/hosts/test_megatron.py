@@ -155,6 +155,40 @@ def test_five_values_in_2026() -> None:
         ours.permute(tokens, routing_map, probs, generation="0.9")
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_aligned_rows_of_2026(fused: bool) -> None:
+    """Every expert's rows are those of the map, then padding; the way back is the one without padding."""
+    tokens, routing_map, probs = leaf(25, 4, dtype=torch.float64), ragged_map(25), leaf(25, 8, dtype=torch.float64)
+    counts = routing_map.sum(dim=0)
+    options: dict[str, Any] = {"tokens_per_expert": counts, "generation": "2026", "fused": fused}
+    rows, row_probs, ids, pad_offsets, padded = ours.permute(tokens, routing_map, probs, align_size=4, **options)
+    plain = host.permute(tokens, routing_map, probs)
+    assert rows is not None
+    assert row_probs is not None
+    assert ids is not None
+    assert pad_offsets is not None
+    assert padded is not None
+    assert padded.tolist() == [-(-n // 4) * 4 for n in counts.tolist()]
+    padding = (padded - counts).tolist()
+    assert pad_offsets.tolist() == [sum(padding[:e]) for e in range(8)]
+    for mine, theirs, filler in zip((rows, row_probs, ids), plain, (0, 0, -1), strict=True):
+        chunks = zip(mine.split(padded.tolist()), theirs.split(counts.tolist()), counts.tolist(), strict=True)
+        for chunk, expected, count in chunks:
+            torch.testing.assert_close(chunk[:count], expected)
+            assert (chunk[count:] == filler).all()
+    for weights, its_map in ((None, None), (probs, routing_map)):
+        rows = ours.permute(tokens, routing_map, align_size=4, **options)[0]
+        assert rows is not None
+        back = ours.unpermute(rows, ids, tokens.shape, weights, its_map, fused, pad_offsets=pad_offsets)
+        again = host.permute(tokens, routing_map)
+        expected = host.unpermute(again[0], again[2], tokens.shape, weights, its_map)
+        torch.testing.assert_close(back, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradients(back, tokens), gradients(expected, tokens), rtol=1e-12, atol=1e-12)
+    even = ours.permute(tokens, torch.ones(25, 8).bool(), probs, align_size=5, **options)
+    assert even[3] is None
+    assert even[4] is counts
+
+
 def test_unpermute_asks_for_the_map_with_probs() -> None:
     with pytest.raises(ValueError, match=r"^moeroute.interop.megatron.unpermute: routing_map must be given with probs"):
         ours.unpermute(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), (1, 2), torch.zeros(1, 1))

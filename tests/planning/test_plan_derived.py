@@ -44,6 +44,20 @@ def test_expert_ends_are_offsets_of_grouped_mm() -> None:
         assert product[row].double().tolist() == (rows[row].double() @ weight[expert].double()).tolist()
 
 
+def test_pad_offsets(backend: str) -> None:
+    """Expert 0 has two rows and two of padding, expert 2 three and one; added to the rows without padding."""
+    padded = moeroute.plan_from_expert_ids(IDS, 4, align=4, backend=backend)
+    offsets = present(padded.pad_offsets)
+    assert offsets.dtype == torch.int64
+    assert offsets.tolist() == [0, 2, 2, 3]
+    plain = moeroute.plan_from_expert_ids(IDS, 4, backend=backend)
+    slots = IDS.flatten() >= 0
+    moved = plain.row_of_slot[slots] + offsets[IDS.flatten()[slots]]
+    assert moved.tolist() == padded.row_of_slot[slots].tolist()
+    assert present(plain.pad_offsets).tolist() == [0] * 4
+    assert moeroute.plan_from_expert_ids(IDS, None, backend=backend).pad_offsets is None
+
+
 @pytest.mark.parametrize("name", DERIVED)
 def test_computed_once(name: str) -> None:
     plan = plan_of()

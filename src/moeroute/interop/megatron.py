@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from moeroute import check
+from moeroute.dtypes import MAPS
 from moeroute.interop import hosts
 from moeroute.memory import set_memory_pool
 from moeroute.ops.balance import router_z_loss, update_expert_bias
 from moeroute.ops.gating.op import Gating, gating_topk
-from moeroute.ops.indices.op import plan_from_chunks, plan_from_token_ids
+from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_id_map, plan_from_token_ids, row_id_map
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor
 from moeroute.ops.weights.op import dense_weights, routing_map_from_ids, routing_map_of
@@ -37,7 +38,6 @@ SUPPORTED = "0.16.x, or its main branch of 2026 (permute with align_size)"
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 POLICIES = ("probs", "position")
 HOST = "megatron.core.transformer.moe.moe_utils"
-_MAPS = (torch.bool, torch.int8, torch.uint8, torch.int32)
 
 
 # ---------------------------------------------------------------------------- rows
@@ -67,21 +67,24 @@ def permute(
         drop_and_pad: every expert gets exactly its capacity: its first true tokens, then its first false ones, then,
             where the capacity is above T, padding rows (zero, token id -1).
         tokens_per_expert: "2026" only; handed back where there is no padding. The counts come from the map.
-        align_size: "2026" only; not supported yet above 1.
+        align_size: "2026" only; above 1 every expert's rows are padded to a multiple: zero rows, token id -1.
         generation: "0.16" or "2026"; None is that of the installed host.
 
     Returns:
         (rows [R, H], their probs [R] or None, sorted_indices int64 [R], the token of each row) and in "2026" two more:
-        None and `tokens_per_expert`.
+        pad_offsets int64 [E], how many padding rows the experts before each have, and the padded counts int64 [E];
+        without padding None and `tokens_per_expert`.
     """
     generation = _generation("permute", generation)
-    if align_size > 1:
-        raise check.missing("interop.megatron.permute", "align_size", "padding inside the experts' rows")
-    plan = _plan(routing_map, num_out_tokens, drop_and_pad, generation)
+    plan = _plan(routing_map, num_out_tokens, drop_and_pad, align_size, generation)
     rows = permute_rows(tokens, plan)
     row_probs = None if probs is None else permute_weights(probs, plan)
     found = (rows, row_probs, plan.token_of_row.to(torch.int64))
-    return found if generation == "0.16" else (*found, None, tokens_per_expert)
+    if generation == "0.16":
+        return found
+    if align_size > 1 and not drop_and_pad and plan.num_rows != plan.num_slots:
+        return *found, plan.pad_offsets, plan.rows_per_expert
+    return *found, None, tokens_per_expert
 
 
 def unpermute(
@@ -103,13 +106,11 @@ def unpermute(
         probs: [T, E], any float dtype; then `routing_map` [T, E] too.
         fused: the same result.
         drop_and_pad: as in `permute`.
-        pad_offsets: "2026" only; not supported yet.
+        pad_offsets: "2026" only; as `permute` returned it.
 
     Returns:
         [T, H] in the dtype of `permuted_tokens`: the sum is in float32 (float64 where either is), rounded once.
     """
-    if pad_offsets is not None:
-        raise check.missing("interop.megatron.unpermute", "pad_offsets", "padding inside the experts' rows")
     num_tokens = restore_shape[0]
     if probs is None:
         return unpermute_rows(permuted_tokens, plan_from_token_ids(sorted_indices, num_tokens))
@@ -119,6 +120,8 @@ def unpermute(
         plan = plan_from_token_ids(sorted_indices, num_tokens, num_experts=routing_map.shape[1])
     else:
         plan = plan_from_routing_map(_as_map(routing_map))
+        if pad_offsets is not None:
+            plan = plan_from_row_id_map(row_id_map(plan), permuted_tokens.shape[0], pad_offsets=pad_offsets)
     return _weighted_sum(permuted_tokens, plan, probs)
 
 
@@ -149,19 +152,23 @@ def _weighted_sum(rows: Tensor, plan: RoutingPlan, probs: Tensor) -> Tensor:
     return unpermute_rows(rows.to(torch.float64), plan, probs.to(torch.float64)).to(rows.dtype)
 
 
-def _plan(routing_map: Tensor, num_out_tokens: int | Tensor | None, drop_and_pad: bool, generation: str) -> RoutingPlan:
+def _plan(
+    routing_map: Tensor, num_out_tokens: int | Tensor | None, drop_and_pad: bool, align_size: int, generation: str
+) -> RoutingPlan:
     routing_map = _as_map(routing_map)
     if drop_and_pad and num_out_tokens is not None:
         return plan_from_routing_map(routing_map, fill=True, capacity=int(num_out_tokens) // routing_map.shape[1])
     if generation == "0.16":
         return plan_from_routing_map(routing_map)
+    if align_size > 1:
+        return plan_from_routing_map(routing_map, align=align_size)
     if num_out_tokens is None:
         raise check.wrong_value("interop.megatron.permute", "num_out_tokens", "given", None)
     return plan_from_routing_map(routing_map, num_rows=int(num_out_tokens))
 
 
 def _as_map(routing_map: Tensor) -> Tensor:
-    return routing_map if routing_map.dtype in _MAPS else routing_map.to(torch.bool)
+    return routing_map if routing_map.dtype in MAPS else routing_map.to(torch.bool)
 
 
 # ---------------------------------------------------------------------------- gating

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from moeroute import check
+from moeroute.dtypes import MAPS
 from moeroute.ops.gating.op import gating_topk
-from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_of_slot
+from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_id_map, plan_from_row_of_slot
+from moeroute.ops.indices.op import row_id_map as row_id_map_of
+from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.ops.weights.op import dense_weights, routing_map_from_ids
 from moeroute.permutation import permute, permute_weights, unpermute
@@ -38,20 +41,56 @@ def moe_permute(
 
     Args:
         inp: [T, H], of any dtype that is not quantized.
-        routing_map: "index": [T, K] expert ids of any integer dtype; -1 is a dropped choice.
-        num_out_tokens: the number of rows; 0 and below: all.
+        routing_map: "mask": [T, E], true where a token goes to an expert. "index": [T, K] expert ids of any integer
+            dtype; -1 is a dropped choice.
+        num_out_tokens: the number of rows, known without reading the map; 0 and below: all.
         max_token_num: not needed here.
-        map_type: "index"; "mask" is not supported yet.
+        map_type: "mask" or "index".
 
     Returns:
         (rows [R, H], row_id_map).
     """
     if check.one_of("interop.transformer_engine.moe_permute", "map_type", map_type, MAP_TYPES) == "mask":
-        raise check.missing("interop.transformer_engine.moe_permute", "map_type='mask'", "the host's row_id_map")
+        plan = _plan(routing_map, num_out_tokens)
+        return permute(inp, plan), row_id_map_of(plan)
     num_tokens, topk = routing_map.shape
     num_rows = num_out_tokens if num_out_tokens > 0 else routing_map.numel()
     plan = plan_from_expert_ids(routing_map, None, num_rows=num_rows)
     return permute(inp, plan), plan.row_of_slot.view(num_tokens, topk).T.reshape(-1)
+
+
+def moe_permute_with_probs(
+    inp: Tensor, probs: Tensor, routing_map: Tensor, num_out_tokens: int = -1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `moe_permute` by mask, with the probs [T, E] of the rows: (rows [R, H], their probs [R], row_id_map)."""
+    plan = _plan(routing_map, num_out_tokens)
+    return permute(inp, plan), permute_weights(probs, plan), row_id_map_of(plan)
+
+
+def moe_permute_and_pad_with_probs(
+    inp: Tensor, probs: Tensor, routing_map: Tensor, tokens_per_expert: Tensor, align_size: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """As `moe_permute_with_probs`, each expert's rows padded to a multiple of `align_size`.
+
+    Args:
+        inp: [T, H].
+        probs: [T, E], of any float dtype.
+        routing_map: [T, E], true where a token goes to an expert.
+        tokens_per_expert: not needed here; the counts come from the map.
+        align_size: what every expert's number of rows is a multiple of.
+
+    Returns:
+        (rows [R, H], their probs [R], row_id_map of the rows without padding, pad_offsets int64 [E]: how many padding
+        rows the experts before each have, None where there are none, and the padded counts int64 [E]). Padding rows
+        and their probs are 0.
+    """
+    plan = _plan(routing_map, -1, align_size)
+    counts = plan.rows_per_expert
+    assert counts is not None  # noqa: S101 - for the type checker: the plan of a map knows its experts
+    rows, row_probs = permute(inp, plan), permute_weights(probs, plan)
+    if plan.num_rows == plan.num_slots:
+        return rows, row_probs, row_id_map_of(plan), None, counts
+    return rows, row_probs, row_id_map_of(_plan(routing_map, plan.num_slots)), plan.pad_offsets, counts
 
 
 def moe_unpermute(
@@ -68,19 +107,20 @@ def moe_unpermute(
     Args:
         inp: [R, H] float, in the order of `moe_permute`.
         row_id_map: as `moe_permute` returned it.
-        merging_probs: "index": [T, K], any float dtype; without them every choice comes back alone.
+        merging_probs: "mask": [T, E]; "index": [T, K], without which every choice comes back alone. Any float dtype.
         restore_shape: not needed here; the map says how many tokens there are.
-        map_type: "index"; "mask" is not supported yet.
+        map_type: "mask" or "index".
         probs: the older name of merging_probs.
-        pad_offsets: not supported yet.
+        pad_offsets: "mask": as `moe_permute_and_pad_with_probs` returned it.
 
     Returns:
         [T, H], or [K * T, H] for "index" without weights; in the dtype of `inp`. The sum is in float32 (float64 where
         either is), rounded once.
     """
-    if check.one_of("interop.transformer_engine.moe_unpermute", "map_type", map_type, MAP_TYPES) == "mask":
-        raise check.missing("interop.transformer_engine.moe_unpermute", "map_type='mask'", "the host's row_id_map")
     merging_probs = probs if merging_probs is None else merging_probs
+    if check.one_of("interop.transformer_engine.moe_unpermute", "map_type", map_type, MAP_TYPES) == "mask":
+        plan = plan_from_row_id_map(row_id_map, inp.shape[0], pad_offsets=pad_offsets)
+        return unpermute(inp, plan) if merging_probs is None else _weighted_sum(inp, plan, merging_probs)
     if merging_probs is None:
         return unpermute(inp, plan_from_row_of_slot(row_id_map, row_id_map.shape[0], inp.shape[0]))
     num_tokens, topk = merging_probs.shape
@@ -105,6 +145,13 @@ def moe_sort_chunks_by_index_with_probs(
     """As `moe_sort_chunks_by_index`, with the probs [R] of the rows."""
     plan = _chunks(inp, split_sizes, sorted_index)
     return permute(inp, plan), permute_weights(probs.reshape(-1, 1), plan)
+
+
+def _plan(routing_map: Tensor, num_out_tokens: int, align: int = 1) -> RoutingPlan:
+    if routing_map.dtype not in MAPS:
+        routing_map = routing_map.to(torch.bool)
+    size = num_out_tokens if num_out_tokens > 0 else None
+    return plan_from_routing_map(routing_map, num_rows=size, num_slots=size, align=align)
 
 
 def _chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> RoutingPlan:

@@ -437,7 +437,9 @@ def _cases() -> Iterator[Case]:
         for dtype in halves:
             kernel = float32 if dtype is torch.float32 else bfloat16
             for t, k, h in sizes:
-                bounds = {"roof": roof, "kernel": kernel, "called": called}
+                # With two copies a token's divisions weigh more than its bytes.
+                share = 0.4 if (operator, k) == ("spread_quantized", 2) else roof
+                bounds = {"roof": share, "kernel": kernel, "called": called}
                 yield Case(operator, dtype, {"T": t, "K": k, "H": h}, bounds)
     for operator in ("gating_topk", "gating_topk and backward", "gating_topk_backward"):
         for dtype in halves:

@@ -299,10 +299,12 @@ def _quantised_checks(
     """Rows as int8: without factors, with one set of them, with one for each expert."""
     smooth = _spoil(torch.randn(experts, rows.shape[1], generator=generator), generator)
     expert_of_row = torch.randint(-1, experts + 1, (plan.num_rows,), generator=generator, dtype=torch.int32)
-    kinds: tuple[dict[str, Any], ...] = (
-        {}, {"smooth": smooth[0]}, {"smooth": smooth, "expert_of_row": expert_of_row},
-    )  # fmt: skip
-    for options, words in zip(kinds, ("", ", factors", ", factors by expert"), strict=True):
+    kinds: dict[str, dict[str, Any]] = {
+        "": {},
+        ", factors": {"smooth": smooth[0]},
+        ", factors by expert": {"smooth": smooth, "expert_of_row": expert_of_row},
+    }
+    for words, options in kinds.items():
         yield _check(f"dynamic_quantize {name}{words}", moeroute.dynamic_quantize, rows, **options)
         yield _check(f"spread_quantized {name}{words}", moeroute.spread_quantized, tokens, plan, **options)
     scale, offset = torch.tensor(47.0), torch.tensor([0.5])

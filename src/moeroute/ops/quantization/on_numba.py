@@ -10,7 +10,7 @@ from numba import int64
 from torch import Tensor
 
 from moeroute.ops import layout
-from moeroute.ops.numba_kit.blocks import fence, splat
+from moeroute.ops.numba_kit.blocks import fence, prefetch, splat
 from moeroute.ops.numba_kit.helpers import helper
 from moeroute.ops.numba_kit.lanes import bits, choose, floats, ints, largest, store_low_bytes
 from moeroute.ops.numba_kit.launch import FLOATS, kernel
@@ -31,6 +31,8 @@ from moeroute.plan import PlanTensors
 MAGNITUDE = np.int32(0x7FFFFFFF)
 LARGEST, SMALLEST, BELOW = np.float32(127), np.float32(-128), np.float32(-129)
 ROUNDS = np.float32(12582912)  # 1.5 · 2^23: in a sum with it the last bit is 1, and the low byte is that of the integer
+
+NORMAL, INFINITY = np.float32(2.0**-126), np.float32(np.inf)
 
 # ---------------------------------------------------------------------------- kernels: one row
 
@@ -64,13 +66,22 @@ def scale_of(x, x_offset, smooth, smooth_offset, hidden):
 
 
 @helper
-def quantize_row(out, x, x_offset, smooth, smooth_offset, hidden):
-    """The row into `out`, which has room for whole blocks; returns its scale."""
+def quantize_row(out, x, x_offset, next_offset, smooth, smooth_offset, hidden):
+    """The row into `out`, which has room for whole blocks; returns its scale.
+
+    The row at next_offset is asked for meanwhile: memory has nothing else to do while these elements are divided.
+    """
     scale = scale_of(x, x_offset, smooth, smooth_offset, hidden)
+    # Then no element is infinite or NaN, and no quotient beyond 127: nothing to saturate.
+    usual = NORMAL <= scale < INFINITY
     for h in range(0, hidden, LANES):
         at = smooth_offset + h if smooth_offset >= 0 else smooth_offset
+        prefetch(x, next_offset + h)
         values = smoothed(x, x_offset + h, smooth, at, min(LANES, hidden - h))
-        store_int8(out, h, values / splat(scale))
+        if usual:
+            store_low_bytes(out, h, bits(values / splat(scale) + splat(ROUNDS)))
+        else:
+            store_int8(out, h, values / splat(scale))
     return scale
 
 
@@ -106,7 +117,8 @@ def dynamic_kernel(
     made = retyped(pointer_to(work), "uint8")
     for r in range(lo, hi):
         factors = factors_of(r, smooth, expert_of_row, num_experts)
-        scales[r] = quantize_row(made, rows.data, r * rows.stride, smooth, factors * hidden, hidden)
+        here, after = r * rows.stride, min(r + 1, hi - 1) * rows.stride
+        scales[r] = quantize_row(made, rows.data, here, after, smooth, factors * hidden, hidden)
         copy_row(out, r * out_stride, made, int64(0), hidden, streaming)
     fence()
     work[0] = ZERO  # an array is freed after its last use, whoever has its address
@@ -156,12 +168,13 @@ def spread_quantized_kernel(
     made = retyped(pointer_to(work), "uint8")
     for t in range(lo, min(hi, slots.num_tokens)):
         made_with, scale = int64(-2), ZERO
+        here, after = t * x.stride, min(t + 1, hi - 1) * x.stride
         for s in range(first_slot(slots, t), first_slot(slots, t + 1)):
             r = int64(slots.row_of_slot[s])
             if 0 <= r < slots.num_rows and slots.slot_of_row[r] == s:
                 factors = factors_of(r, smooth, expert_of_row, num_experts)
                 if factors != made_with:
-                    scale = quantize_row(made, x.data, t * x.stride, smooth, factors * hidden, hidden)
+                    scale = quantize_row(made, x.data, here, after, smooth, factors * hidden, hidden)
                     made_with = factors
                 copy_row(out, r * out_stride, made, int64(0), hidden, streaming)
                 scales[r] = scale

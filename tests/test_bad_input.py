@@ -153,6 +153,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "scores": GATING.scores, "expert_ids": IDS, "padding_mask": MASK}),
     "load_balancing_loss": (moeroute.load_balancing_loss, {
         "scores": GATING.scores, "expert_ids": IDS, "padding_mask": MASK}),
+    "balance_statistics, sequences": (moeroute.balance_statistics, {
+        "scores": GATING.scores, "expert_ids": IDS, "sequence_ids": torch.zeros(T, dtype=torch.int32),
+        "num_sequences": 2}),
+    "load_balancing_loss_from_counts": (moeroute.load_balancing_loss_from_counts, {
+        "scores": GATING.scores, "tokens_per_expert": PLAN.tokens_per_expert, "num_experts": E, "topk": K,
+        "num_tokens": T, "coefficient": 1.0, "padding_mask": MASK}),
     "normalize_scores": (moeroute.normalize_scores, {"scores": GATING.scores, "eps": 1e-20, "padding_mask": MASK}),
     "router_z_loss": (moeroute.router_z_loss, {"logits": LOGITS, "padding_mask": MASK}),
     "update_expert_bias": (moeroute.update_expert_bias, {

@@ -1,6 +1,7 @@
 """Losses and bias update against loops in float64 and against numbers worked out by hand."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from moeroute.ops.balance import (
     BalanceStatistics,
     balance_statistics,
     load_balancing_loss,
+    load_balancing_loss_from_counts,
     router_z_loss,
     update_expert_bias,
 )
@@ -366,3 +368,153 @@ def test_float8_scores_are_widened_first(dtype: torch.dtype, mask: Tensor | None
     torch.testing.assert_close(
         router_z_loss(scores, padding_mask=mask), router_z_loss(scores.float(), padding_mask=mask), rtol=0, atol=0
     )
+
+
+# ---------------------------------------------------------------------------- sequences
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("masked", MASKS)
+def test_a_loss_for_each_sequence(dtype: torch.dtype, masked: bool) -> None:
+    """Leading axes, sequences side by side and interleaved ones, against one loop for each sequence."""
+    scores, expert_ids, mask = draw(21, 5, 3, dtype, seed=2)
+    options: dict[str, Any] = {"padding_mask": mask} if masked else {}
+    sequence_ids = torch.tensor([0, 2, 1] * 7)
+    ours = scores.clone().requires_grad_()
+    interleaved = load_balancing_loss(ours, expert_ids, sequence_ids=sequence_ids, num_sequences=4, **options)
+    wide = scores.double().requires_grad_()
+    expected = [naive_loss(wide[sequence_ids == n], expert_ids[sequence_ids == n],
+                           mask[sequence_ids == n] if masked else None) for n in range(3)]  # fmt: skip
+    torch.testing.assert_close(interleaved[:3].double(), torch.stack(expected), rtol=1e-5, atol=0)
+    assert interleaved[3] == 0
+    grad = torch.tensor([1.0, 2.0, 3.0, 4.0]).to(interleaved.dtype)
+    (found,) = torch.autograd.grad(interleaved, ours, grad)
+    (exact,) = torch.autograd.grad(torch.stack(expected), wide, grad[:3].double())
+    torch.testing.assert_close(found, exact.to(dtype))
+
+    batch = {name: value.reshape(3, 7) for name, value in options.items()}
+    several = load_balancing_loss(scores.reshape(3, 7, 5), expert_ids.reshape(3, 7, 3), **batch)
+    each = [naive_loss(scores[t : t + 7].double(), expert_ids[t : t + 7], mask[t : t + 7] if masked else None)
+            for t in (0, 7, 14)]  # fmt: skip
+    torch.testing.assert_close(several.double(), torch.stack(each), rtol=1e-5, atol=0)
+
+
+def test_statistics_of_sequences_add_up() -> None:
+    scores, expert_ids, _ = draw(12, 5, 2)
+    whole = balance_statistics(scores, expert_ids)
+    order = torch.tensor([1, 0, 2, 2, 0, 1, 1, 1, 0, 2, 2, 0])
+    for dtype in INTEGERS:
+        parts = balance_statistics(scores, expert_ids, sequence_ids=order.to(dtype), num_sequences=3)
+        assert parts.tokens_per_expert.sum(0).tolist() == whole.tokens_per_expert.tolist()
+        assert parts.num_tokens.tolist() == [4, 4, 4]
+        torch.testing.assert_close(parts.score_sum.sum(0), whole.score_sum)
+    batch = balance_statistics(scores.reshape(2, 2, 3, 5), expert_ids.reshape(2, 2, 3, 2))
+    assert [list(part.shape) for part in batch] == [[2, 2, 5], [2, 2, 5], [2, 2]]
+    assert (batch + batch).num_tokens.tolist() == [[6, 6], [6, 6]]
+    torch.testing.assert_close(batch.score_sum[1, 0], scores[6:9].sum(0))
+
+
+def test_a_token_of_no_sequence_counts_nowhere() -> None:
+    scores, expert_ids, _ = draw(4, 3, 1)
+    scores[1] = torch.nan
+    scores[3] = torch.inf
+    scores.requires_grad_()
+    found = balance_statistics(scores, expert_ids, sequence_ids=torch.tensor([0, -1, 0, 2]), num_sequences=2)
+    assert found.num_tokens.tolist() == [2, 0]
+    torch.testing.assert_close(found.score_sum[0], scores[0] + scores[2])
+    assert found.score_sum[1].tolist() == [0.0, 0.0, 0.0]
+    (grad,) = torch.autograd.grad(found.loss().sum(), scores)
+    assert grad[[1, 3]].tolist() == [[0.0] * 3] * 2
+    none = balance_statistics(scores, expert_ids, sequence_ids=torch.tensor([0, -1, 0, 2]), num_sequences=0)
+    assert [list(part.shape) for part in none] == [[0, 3], [0, 3], [0]]
+
+
+def test_sequences_compiled() -> None:
+    scores, expert_ids, _ = draw(6, 3, 2, torch.float32)
+    ids = torch.tensor([0, 1, 0, 1, 0, 1])
+
+    def loss(scores: Tensor, expert_ids: Tensor, ids: Tensor) -> Tensor:
+        return load_balancing_loss(scores, expert_ids, sequence_ids=ids, num_sequences=2)
+
+    compiled = torch.compile(loss, fullgraph=True)(scores, expert_ids, ids)
+    torch.testing.assert_close(compiled, loss(scores, expert_ids, ids))
+
+
+# ---------------------------------------------------------------------------- counts that exist already
+
+
+def test_loss_from_counts_by_hand() -> None:
+    scores, counts = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.25, 0.75], [0.5, 0.5]]), torch.tensor([3, 1])
+    options: dict[str, Any] = {"num_experts": 2, "topk": 1}
+    # (2 * 3 + 2 * 1) * 2 / (1 * 16)
+    assert load_balancing_loss_from_counts(scores, counts, num_tokens=4, **options) == 1.0
+    assert load_balancing_loss_from_counts(scores, counts, num_tokens=4, coefficient=0.5, **options) == 0.5
+    mask = torch.tensor([False, False, False, True])  # (1.5 * 3 + 1.5 * 1) * 2 / 9
+    masked = load_balancing_loss_from_counts(scores, counts, num_tokens=3, padding_mask=mask, **options)
+    torch.testing.assert_close(masked, torch.tensor(12 / 9))
+    # Two groups of columns: (1.25 * 1 + 0.75 * 0 + 1 * 2 + 1 * 1) * 2 / 16
+    wide = load_balancing_loss_from_counts(
+        torch.tensor([[0.75, 0.25, 0.5, 0.5], [0.5, 0.5, 0.5, 0.5]]),
+        torch.tensor([1, 0, 2, 1]),
+        num_tokens=4,
+        **options,
+    )
+    torch.testing.assert_close(wide, torch.tensor(4.25 / 8))
+    assert load_balancing_loss_from_counts(scores[:0], counts, num_tokens=0, **options) == 0
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_loss_from_counts_is_the_loss(dtype: torch.dtype) -> None:
+    scores, _, mask = draw(13, 5, 3, dtype)
+    expert_ids = torch.randint(0, 5, (13, 3), generator=torch.Generator().manual_seed(0))
+    scores.requires_grad_()
+    expected = 0.25 * load_balancing_loss(scores, expert_ids, padding_mask=mask)
+    counts = torch.bincount(expert_ids[~mask].flatten(), minlength=5)
+    for kind in (*INTEGERS, torch.uint64, *FLOATS):
+        for num_tokens in (int((~mask).sum()), (~mask).sum()):
+            found = load_balancing_loss_from_counts(
+                scores, counts.to(kind), num_experts=5, topk=3, num_tokens=num_tokens, coefficient=0.25,
+                padding_mask=mask,
+            )  # fmt: skip
+            assert found.dtype is expected.dtype
+            torch.testing.assert_close(found, expected)
+    grads = [torch.autograd.grad(loss, scores)[0] for loss in (found, expected)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (
+            {"tokens_per_expert": torch.ones(2)},
+            ValueError,
+            r"tokens_per_expert must be \[C\] with C = 3, as scores; got",
+        ),
+        ({"tokens_per_expert": torch.ones(3).bool()}, TypeError, "tokens_per_expert must be of an integer or floating"),
+        ({"num_experts": 2}, ValueError, "num_experts must be a divisor of C = 3; got 2"),
+        ({"topk": 0}, ValueError, "topk must be at least 1; got 0"),
+        ({"num_tokens": -1}, ValueError, "num_tokens must be at least 0; got -1"),
+        ({"num_tokens": 1.5}, TypeError, "num_tokens must be an int; got float"),
+        ({"num_tokens": torch.ones(1)}, ValueError, r"num_tokens must be an int or \[\], a tensor of one number; got"),
+        ({"coefficient": float("nan")}, ValueError, "coefficient must be finite; got nan"),
+    ],
+)
+def test_messages_of_the_loss_from_counts(wrong: dict[str, Any], error: type[Exception], message: str) -> None:
+    good = {"scores": SCORES, "tokens_per_expert": torch.ones(3), "num_experts": 3, "topk": 1, "num_tokens": 4}
+    with pytest.raises(error, match=f"load_balancing_loss_from_counts: {message}"):
+        load_balancing_loss_from_counts(**{**good, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_sequences": 2}, ValueError, "num_sequences must be None without sequence_ids; got 2"),
+        ({"sequence_ids": IDS[:, 0]}, ValueError, "num_sequences must be given with sequence_ids; got None"),
+        ({"sequence_ids": IDS, "num_sequences": 1}, ValueError, r"sequence_ids must be of shape \[4\]; got shape"),
+        ({"sequence_ids": SCORES[:, 0], "num_sequences": 1}, TypeError, "sequence_ids must be of an integer dtype"),
+        ({"sequence_ids": IDS[:, 0], "num_sequences": -1}, ValueError, r"num_sequences must be in 0\.\.\d+; got -1"),
+    ],
+)
+def test_messages_of_sequences(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        balance_statistics(SCORES, IDS, **options)

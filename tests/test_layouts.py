@@ -251,6 +251,13 @@ def calls(sizes: str) -> dict[str, Call]:
             {"scores": scores, "expert_ids": ids, "padding_mask": mask}, {"scores": FLOATS, "expert_ids": INTEGERS}),
         "load_balancing_loss": (moeroute.load_balancing_loss,
             {"scores": scores, "expert_ids": ids, "padding_mask": mask}, {"scores": FLOATS, "expert_ids": INTEGERS}),
+        "load_balancing_loss, sequences": (moeroute.load_balancing_loss,
+            {"scores": scores, "expert_ids": ids, "sequence_ids": torch.arange(T) % 2, "num_sequences": 2},
+            {"scores": FLOATS, "expert_ids": INTEGERS, "sequence_ids": INTEGERS}),
+        "load_balancing_loss_from_counts": (moeroute.load_balancing_loss_from_counts,
+            {"scores": scores, "tokens_per_expert": plan.tokens_per_expert, "num_experts": E, "topk": K,
+             "num_tokens": T, "padding_mask": mask},
+            {"scores": FLOATS, "tokens_per_expert": (*INTEGERS, *FLOATS)}),
         "normalize_scores": (moeroute.normalize_scores,
             {"scores": scores, "padding_mask": mask}, {"scores": FLOATS}),
         "router_z_loss": (moeroute.router_z_loss,
@@ -264,6 +271,8 @@ def calls(sizes: str) -> dict[str, Call]:
 
 
 NO_BACKEND = (
+    "load_balancing_loss, sequences",
+    "load_balancing_loss_from_counts",
     "normalize_scores",
     "balance_statistics",
     "load_balancing_loss",
@@ -272,7 +281,14 @@ NO_BACKEND = (
     "grouped_linear",
 )
 # torch computes these, whose sums and products may have another order for other strides.
-BY_TORCH = {"balance_statistics", "load_balancing_loss", "router_z_loss", "grouped_linear"}
+BY_TORCH = {
+    "balance_statistics",
+    "load_balancing_loss",
+    "load_balancing_loss, sequences",
+    "load_balancing_loss_from_counts",
+    "router_z_loss",
+    "grouped_linear",
+}
 
 
 def in_layout(tensor: Tensor, layout: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from moeroute.ops.balance import (
     BalanceStatistics,
     balance_statistics,
     load_balancing_loss,
+    load_balancing_loss_from_counts,
     router_z_loss,
     update_expert_bias,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "gating_topk",
     "gating_topk_backward",
     "load_balancing_loss",
+    "load_balancing_loss_from_counts",
     "memory_stats",
     "normalize_scores",
     "permute",

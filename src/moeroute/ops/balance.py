@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from moeroute import check
+from moeroute.dtypes import LARGEST
+from moeroute.ops.indices.op import plan_from_token_ids
+from moeroute.ops.rows.op import combine
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATS = (
@@ -38,6 +41,8 @@ class BalanceStatistics(NamedTuple):
     - ``score_sum[e]`` = sum over tokens t of ``scores[t, e]``: float32 [E], differentiable
     - ``tokens_per_expert[e]`` = number of slots with ``expert_ids[t, k] == e``: int64 [E]
     - ``num_tokens`` = tokens that are not padding: int64 []
+
+    With leading axes or sequences these are [..., E], [..., E] and [...].
 
     The loss of a batch is that of the sum over its shards (micro-batches, ranks), whatever their
     sizes; the mean of the shards' losses is something else.
@@ -63,7 +68,9 @@ class BalanceStatistics(NamedTuple):
         if not isinstance(other, BalanceStatistics):
             return NotImplemented
         if self.score_sum.shape != other.score_sum.shape:
-            wanted = f"[E] with E = {self.score_sum.shape[0]}, as the other shard"
+            wanted = f"{list(self.score_sum.shape)}, as the other shard"
+            if self.score_sum.ndim == 1:
+                wanted = f"[E] with E = {self.score_sum.shape[0]}, as the other shard"
             raise check.wrong_shape("BalanceStatistics", "score_sum", wanted, other.score_sum)
         check.same_device("BalanceStatistics", "the other shard", self.score_sum, "score_sum", other.score_sum)
         return BalanceStatistics(
@@ -77,24 +84,35 @@ class BalanceStatistics(NamedTuple):
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def loss(self) -> Tensor:
-        """E * sum_e f_e P_e, a float32 scalar; see `load_balancing_loss`. 0 where there are no tokens."""
+        """E * sum_e f_e P_e, float32 of the leading axes' shape; see `load_balancing_loss`. 0 where there are no
+        tokens."""
         dtype = self.score_sum.dtype
-        num_slots = self.tokens_per_expert.sum().clamp(min=1)
+        num_slots = self.tokens_per_expert.sum(-1, keepdim=True).clamp(min=1)
         fraction = self.tokens_per_expert.to(dtype) / num_slots.to(dtype)
-        mean_score = self.score_sum / self.num_tokens.clamp(min=1).to(dtype)
-        return (fraction * mean_score).sum() * self.score_sum.shape[0]
+        mean_score = self.score_sum / self.num_tokens.clamp(min=1).to(dtype)[..., None]
+        return (fraction * mean_score).sum(-1) * self.score_sum.shape[-1]
 
 
-def balance_statistics(scores: Tensor, expert_ids: Tensor, *, padding_mask: Tensor | None = None) -> BalanceStatistics:
+def balance_statistics(
+    scores: Tensor,
+    expert_ids: Tensor,
+    *,
+    padding_mask: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+    num_sequences: int | None = None,
+) -> BalanceStatistics:
     """Sum of the scores, number of slots per expert and number of tokens, for one shard.
 
     Memory is linear in T * (E + K); nothing of size T * K * E is built. The sums of shards add up to those of the
-    whole.
+    whole. Without sequence_ids the arguments may have leading axes, [..., T, E], [..., T, K] and [..., T]; each index
+    of these has statistics of its own.
 
     Args:
         scores: [T, E], float: the score of each expert for each token. Rows sum to 1 as a rule.
         expert_ids: [T, K], any integer dtype; an id below 0 or >= E is an empty slot and counts nowhere.
         padding_mask: [T] bool, True = padding.
+        sequence_ids, num_sequences: [T], any integer dtype, and N: statistics of each of N sequences, [N, E], in one
+            pass. A token whose id is outside [0, N) counts nowhere. The scores of a sequence are added in token order.
 
     Returns:
         The three sums; they can be added to those of other shards.
@@ -114,10 +132,17 @@ def balance_statistics(scores: Tensor, expert_ids: Tensor, *, padding_mask: Tens
     >>> sum(shards[1:], shards[0]).loss() == whole.loss()
     tensor(True)
     """
-    return _statistics("balance_statistics", scores, expert_ids, padding_mask)
+    return _statistics("balance_statistics", scores, expert_ids, padding_mask, sequence_ids, num_sequences)
 
 
-def load_balancing_loss(scores: Tensor, expert_ids: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
+def load_balancing_loss(
+    scores: Tensor,
+    expert_ids: Tensor,
+    *,
+    padding_mask: Tensor | None = None,
+    sequence_ids: Tensor | None = None,
+    num_sequences: int | None = None,
+) -> Tensor:
     """The auxiliary loss of GShard and the Switch Transformer: E * sum_e f_e P_e.
 
     f_e is the share of the slots that went to expert e, count_e / (T * K) where no slot is empty; P_e is
@@ -131,6 +156,10 @@ def load_balancing_loss(scores: Tensor, expert_ids: Tensor, *, padding_mask: Ten
 
     Across shards add their `balance_statistics` and take the ``loss()`` of the sum.
 
+    The loss of each sequence (DeepSeek-V3's sequence-wise loss, Megatron-Core's ``seq_aux_loss``; both take the mean
+    over sequences): leading axes [..., T, E], or sequence_ids and num_sequences as in `balance_statistics`. The
+    result then has the shape of the leading axes, or [N].
+
     Args:
         scores: [T, E], float; softmax probabilities (for sigmoid scores: divided by their row sums,
             as DeepSeek-V3 does).
@@ -138,10 +167,10 @@ def load_balancing_loss(scores: Tensor, expert_ids: Tensor, *, padding_mask: Ten
         padding_mask: [T] bool, True = padding.
 
     Returns:
-        A float32 scalar.
+        float32; a scalar, or one loss for each sequence.
 
     Raises:
-        ValueError: a wrong shape or device.
+        ValueError: a wrong shape, size or device.
         TypeError: a wrong type or dtype.
 
     >>> import torch, moeroute
@@ -150,8 +179,75 @@ def load_balancing_loss(scores: Tensor, expert_ids: Tensor, *, padding_mask: Ten
     tensor(1.)
     >>> moeroute.load_balancing_loss(torch.eye(4)[[0, 0, 0, 0]], torch.zeros(4, 1, dtype=torch.int32))
     tensor(4.)
+    >>> sequences = {"sequence_ids": torch.tensor([0, 1, 1, 0]), "num_sequences": 2}
+    >>> moeroute.load_balancing_loss(torch.eye(4)[[0, 1, 2, 0]], torch.tensor([[0], [1], [2], [0]]), **sequences)
+    tensor([4., 2.])
     """
-    return _statistics("load_balancing_loss", scores, expert_ids, padding_mask).loss()
+    statistics = _statistics("load_balancing_loss", scores, expert_ids, padding_mask, sequence_ids, num_sequences)
+    return statistics.loss()
+
+
+def load_balancing_loss_from_counts(
+    scores: Tensor,
+    tokens_per_expert: Tensor,
+    *,
+    num_experts: int,
+    topk: int,
+    num_tokens: int | Tensor,
+    coefficient: float = 1.0,
+    padding_mask: Tensor | None = None,
+) -> Tensor:
+    """The same loss from counts that exist already, of other ranks too, a scalar:
+
+    sum_c (sum_t scores[t, c] * tokens_per_expert[c]) * E * coefficient / (topk * num_tokens^2)
+
+    It is `load_balancing_loss` times the coefficient where the counts are those of the same T = num_tokens tokens
+    and no slot is empty. The name in Megatron-Core is ``switch_load_balancing_loss_func``.
+
+    Args:
+        scores: [T, C], float. C is E, or a multiple of it: one group of columns for each sequence.
+        tokens_per_expert: [C], integers or floats; gets no gradient.
+        num_experts, topk: E and K.
+        num_tokens: an int, or a tensor of one number and no axes, so that nothing is read back. 0 counts as 1.
+        padding_mask: [T] bool, True = padding, which adds nothing to the sum of the scores.
+
+    Returns:
+        A float32 scalar.
+
+    Raises:
+        ValueError: a wrong shape, number or device.
+        TypeError: a wrong type or dtype.
+
+    >>> import torch, moeroute
+    >>> scores, counts = torch.tensor([[0.75, 0.25], [0.5, 0.5]]), torch.tensor([2, 0])
+    >>> moeroute.load_balancing_loss_from_counts(scores, counts, num_experts=2, topk=1, num_tokens=2)
+    tensor(1.2500)
+    """
+    operator = "load_balancing_loss_from_counts"
+    _check_scores(operator, "scores", scores)
+    _check_mask(operator, "scores", scores, padding_mask)
+    check.tensor(operator, "tokens_per_expert", tokens_per_expert)
+    counts = tokens_per_expert.detach()
+    if counts.dtype not in (*_FLOATS, *_INTEGERS):
+        raise check.wrong_dtype(operator, "tokens_per_expert", "of an integer or floating-point dtype", counts)
+    if counts.ndim != 1 or counts.shape[0] != scores.shape[1]:
+        raise check.wrong_shape(operator, "tokens_per_expert", f"[C] with C = {scores.shape[1]}, as scores", counts)
+    check.same_device(operator, "scores", scores, "tokens_per_expert", counts)
+    check.integer(operator, "num_experts", num_experts, 1)
+    check.integer(operator, "topk", topk, 1)
+    if scores.shape[1] % num_experts != 0:
+        raise check.wrong_value(operator, "num_experts", f"a divisor of C = {scores.shape[1]}", num_experts)
+    dtype = _sum_dtype(scores)
+    factor = num_experts * check.finite_in(operator, "coefficient", coefficient, dtype) / topk
+    if padding_mask is not None:
+        scores = scores.to(dtype).masked_fill(padding_mask[:, None], 0.0)
+    total = (scores.sum(dim=0, dtype=dtype) * counts.to(dtype)).sum()
+    if not isinstance(num_tokens, Tensor):
+        return total * (factor / max(check.integer(operator, "num_tokens", num_tokens, 0), 1) ** 2)
+    if num_tokens.ndim != 0:
+        raise check.wrong_shape(operator, "num_tokens", "an int or [], a tensor of one number", num_tokens)
+    check.same_device(operator, "scores", scores, "num_tokens", num_tokens)
+    return total * factor / num_tokens.detach().to(dtype).clamp(min=1).square()
 
 
 def router_z_loss(logits: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
@@ -237,39 +333,81 @@ def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, *, rate: float =
     return bias.detach() + direction.to(bias.dtype) * rate
 
 
-def _statistics(operator: str, scores: Tensor, expert_ids: Tensor, padding_mask: Tensor | None) -> BalanceStatistics:
-    _check_scores(operator, "scores", scores)
+def _statistics(
+    operator: str,
+    scores: Tensor,
+    expert_ids: Tensor,
+    padding_mask: Tensor | None,
+    sequence_ids: Tensor | None,
+    num_sequences: int | None,
+) -> BalanceStatistics:
+    leading = isinstance(scores, Tensor) and scores.ndim > 2 and sequence_ids is None
+    _check_scores(operator, "scores", scores, leading)
     check.tensor(operator, "expert_ids", expert_ids)
-    num_tokens, num_experts = scores.shape
+    *lead, num_tokens, num_experts = scores.shape
     if expert_ids.dtype not in _INTEGERS:
         raise check.wrong_dtype(operator, "expert_ids", "of an integer dtype", expert_ids)
-    if expert_ids.ndim != 2 or expert_ids.shape[0] != num_tokens:
-        raise check.wrong_shape(operator, "expert_ids", f"[T, K] with T = {num_tokens}, as scores", expert_ids)
+    if expert_ids.ndim != scores.ndim or expert_ids.shape[:-1] != scores.shape[:-1]:
+        wanted = f"{[*lead, num_tokens]} and K" if leading else f"[T, K] with T = {num_tokens}"
+        raise check.wrong_shape(operator, "expert_ids", f"{wanted}, as scores", expert_ids)
     check.same_device(operator, "scores", scores, "expert_ids", expert_ids)
     _check_mask(operator, "scores", scores, padding_mask)
+    ids, device = expert_ids.to(torch.int64), scores.device  # widened before E is compared with it: int8 ids, E = 300
+    sequence = None
+    if sequence_ids is not None:
+        sequence = _sequences(operator, scores, sequence_ids, padding_mask, num_sequences)
+        lead, padding_mask = [num_sequences or 0], sequence < 0
+    elif num_sequences is not None:
+        raise check.wrong_value(operator, "num_sequences", "None without sequence_ids", num_sequences)
 
-    # Widened before E is compared with it (int8 ids, E = 300). Empty slots are counted in one more column,
-    # which is then cut off.
-    ids = expert_ids.to(torch.int64)
+    # Empty slots are counted in one more column, which is then cut off.
     column = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     if padding_mask is None:
-        live_tokens = torch.full((), num_tokens, dtype=torch.int64, device=scores.device)
+        live_tokens = torch.full(lead, num_tokens, dtype=torch.int64, device=device)
     else:
-        scores = scores.to(_sum_dtype(scores)).masked_fill(padding_mask[:, None], 0.0)  # not in a float8
-        column = column.masked_fill(padding_mask[:, None], num_experts)
-        live_tokens = (~padding_mask).sum()
-    column = column.reshape(-1)
-    one = torch.ones((), dtype=torch.int64, device=scores.device)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=scores.device)
-    counts = counts.scatter_add(0, column, one.expand(column.shape[0]))
-    return BalanceStatistics(scores.sum(dim=0, dtype=_sum_dtype(scores)), counts[:num_experts].clone(), live_tokens)
+        scores = scores.to(_sum_dtype(scores)).masked_fill(padding_mask[..., None], 0.0)  # not in a float8
+        column = column.masked_fill(padding_mask[..., None], num_experts)
+        live_tokens = (~padding_mask).sum(-1)
+    one = torch.ones((), dtype=torch.int64, device=device)
+    if sequence is None:
+        score_sum = scores.sum(dim=-2, dtype=_sum_dtype(scores))
+        counts = torch.zeros(*lead, num_experts + 1, dtype=torch.int64, device=device)
+        column = column.flatten(-2)
+        counts = counts.scatter_add(-1, column, one.expand(column.shape))
+    else:
+        plan = plan_from_token_ids(sequence, lead[0])  # a token is a row, and its sequence what the rows add up to
+        score_sum = combine(scores, plan)
+        sequence, live = sequence.clamp(min=0), (sequence >= 0).to(torch.int64)
+        live_tokens = torch.zeros(lead, dtype=torch.int64, device=device)
+        counts = torch.zeros(lead[0] * (num_experts + 1), dtype=torch.int64, device=device)
+        if lead[0]:
+            live_tokens = live_tokens.scatter_add(0, sequence, live)
+            column = (sequence[:, None] * (num_experts + 1) + column).flatten()
+            counts = counts.scatter_add(0, column, one.expand(column.shape))
+        counts = counts.reshape(*lead, num_experts + 1)
+    return BalanceStatistics(score_sum, counts[..., :num_experts].clone(), live_tokens)
 
 
-def _check_scores(operator: str, argument: str, scores: Tensor) -> None:
+def _sequences(
+    operator: str, scores: Tensor, sequence_ids: Tensor, padding_mask: Tensor | None, num_sequences: int | None
+) -> Tensor:
+    """int64 [T]: the sequence of each token, -1 for what counts nowhere."""
+    check.shaped(operator, "sequence_ids", sequence_ids, (scores.shape[0],), scores)
+    if sequence_ids.dtype not in _INTEGERS:
+        raise check.wrong_dtype(operator, "sequence_ids", "of an integer dtype", sequence_ids)
+    if num_sequences is None:
+        raise check.wrong_value(operator, "num_sequences", "given with sequence_ids", None)
+    check.integer(operator, "num_sequences", num_sequences, 0, LARGEST)
+    ids = sequence_ids.to(torch.int64)
+    known = (ids >= 0) & (ids < num_sequences)
+    return torch.where(known if padding_mask is None else known & ~padding_mask, ids, -1)
+
+
+def _check_scores(operator: str, argument: str, scores: Tensor, leading: bool = False) -> None:
     check.tensor(operator, argument, scores)
     if scores.dtype not in _FLOATS:
         raise check.wrong_dtype(operator, argument, "of a floating-point dtype", scores)
-    if scores.ndim != 2:
+    if scores.ndim != 2 and not leading:
         raise check.wrong_shape(operator, argument, "[T, E]", scores)
 
 
@@ -279,8 +417,10 @@ def _check_mask(operator: str, argument: str, scores: Tensor, padding_mask: Tens
     check.tensor(operator, "padding_mask", padding_mask)
     if padding_mask.dtype != torch.bool:
         raise check.wrong_dtype(operator, "padding_mask", "torch.bool, True = padding", padding_mask)
-    if padding_mask.ndim != 1 or padding_mask.shape[0] != scores.shape[0]:
+    if padding_mask.shape != scores.shape[:-1]:
         wanted = f"[T] with T = {scores.shape[0]}, as {argument}"
+        if scores.ndim > 2:
+            wanted = f"{list(scores.shape[:-1])}, as {argument}"
         raise check.wrong_shape(operator, "padding_mask", wanted, padding_mask)
     check.same_device(operator, argument, scores, "padding_mask", padding_mask)
 

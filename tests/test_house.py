@@ -319,6 +319,17 @@ def test_public_names_have_an_example(name: str) -> None:
     assert re.search(r"^\s*>>> ", inspect.getdoc(getattr(moeroute, name)) or "", re.MULTILINE)
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_functions_tell_arguments_and_result(name: str) -> None:
+    function = getattr(moeroute, name)
+    signature = inspect.signature(function)
+    text = inspect.getdoc(function) or ""
+    arguments = text.partition("Args:")[2].partition("\n\n")[0]
+    assert re.findall(r"^    (\w+): ", arguments, re.MULTILINE) == list(signature.parameters)
+    assert ("\nReturns:\n" in text) == (signature.return_annotation is not None)
+    assert not re.search(r"as often as you like|[Ss]omebody", text)
+
+
 def test_public_classes_and_the_layer_have_a_docstring() -> None:
     for thing in (
         moeroute.Gating,

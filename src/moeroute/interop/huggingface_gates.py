@@ -235,7 +235,8 @@ def router(gate: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple
     Args:
         gate: the gate's module, such as a `Qwen3MoeTopKRouter`: where it keeps number, groups and factors.
         hidden_states: [..., H].
-        args, kwargs: what the gate's forward takes besides: a bias, or the token ids.
+        *args: other arguments of the gate's forward: a bias, or the token ids.
+        **kwargs: the same by name.
 
     Returns the logits [T, E], the weights [T, K] and the expert ids int64 [T, K], best first (the host's order is
     unspecified in many gates). Equal scores: the smaller expert first.

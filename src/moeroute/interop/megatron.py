@@ -103,7 +103,8 @@ def unpermute(
         permuted_tokens: [R, H] float, in the order of `permute`.
         sorted_indices: [R], as `permute` returned it.
         restore_shape: (T, H).
-        probs: [T, E], any float dtype; then `routing_map` [T, E] too.
+        probs: [T, E], any float dtype.
+        routing_map: [T, E], needed with `probs`.
         fused: the same result.
         drop_and_pad: as in `permute`.
         pad_offsets: "2026" only; as `permute` returned it.

@@ -13,11 +13,21 @@ _PARTIAL_SUMS = 256
 
 
 def normalize_scores(scores: Tensor, *, eps: float = 1e-20, padding_mask: Tensor | None = None) -> Tensor:
-    """Each row of scores divided by (its sum + eps), padded rows 0: what an auxiliary loss takes of sigmoid scores.
+    """Each row of scores divided by (its sum + eps): what an auxiliary loss takes of sigmoid scores.
 
-    scores: [T, E], a float dtype, which is that of the result; computed in float32 (float64 for float64), rounded
-    once. padding_mask: [T] bool, True = padding; such a row is 0 and gets no gradient, whatever it holds. With
-    eps = 0 a row whose sum is 0 is NaN. Differentiable as often as you like.
+    Computed in float32 (float64 for float64) and rounded once. Differentiable to any order.
+
+    Args:
+        scores: [T, E], a float dtype.
+        eps: added to the sum. With eps = 0 a row whose sum is 0 is NaN.
+        padding_mask: [T] bool, True = padding; such a row is 0 and gets no gradient, whatever it holds.
+
+    Returns:
+        [T, E] in the dtype of the scores.
+
+    Raises:
+        ValueError: a wrong shape or number.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``scores / (scores.sum(1, keepdim=True) + eps)``.
 
@@ -25,8 +35,6 @@ def normalize_scores(scores: Tensor, *, eps: float = 1e-20, padding_mask: Tensor
     >>> moeroute.normalize_scores(torch.tensor([[0.25, 0.75, 1.0], [0.0, 0.0, 0.0]]))
     tensor([[0.1250, 0.3750, 0.5000],
             [0.0000, 0.0000, 0.0000]])
-
-    Raises ValueError for shapes and numbers, TypeError for types and dtypes.
     """
     operator = "normalize_scores"
     _check(operator, scores, padding_mask)

@@ -326,16 +326,25 @@ def row_id_map(plan: RoutingPlan, *, out: Tensor | None = None, backend: str | N
     the number of its `rows_per_expert`, those of its expert range. A token with more than E slots that have rows
     (an expert chosen twice) has the first E.
 
-    >>> import torch, moeroute
-    >>> plan = moeroute.plan_from_routing_map(torch.tensor([[True, True], [True, False]]))
-    >>> moeroute.row_id_map(plan).tolist()
-    [[0, 2, 0, 1, 2], [1, -1, 0, -1, 1]]
+    Args:
+        plan: a plan that knows its experts.
+        out: int32 [T, 2E + 1], any strides; the result is written into it.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The map; `out` if it was given.
+
+    Raises:
+        ValueError: the plan knows no experts, or `out` has a wrong shape.
+        TypeError: a wrong type or dtype.
 
     In torch, for a token t: `slots = arange(slot_offsets[t], slot_offsets[t + 1])`, then `row_of_slot[slots]`,
     `expert_of_slot[slots]` and `len(slots)`.
 
-    `out`: an int32 tensor of that shape, of any strides. Raises TypeError for a wrong type or dtype, ValueError for a
-    plan that knows no experts.
+    >>> import torch, moeroute
+    >>> plan = moeroute.plan_from_routing_map(torch.tensor([[True, True], [True, False]]))
+    >>> moeroute.row_id_map(plan).tolist()
+    [[0, 2, 0, 1, 2], [1, -1, 0, -1, 1]]
     """
     operator = "row_id_map"
     expect_plan(operator, plan)

@@ -46,9 +46,45 @@ def plan_from_routing_map(
 ) -> RoutingPlan:
     """The plan for a map [T, E] that is true where a token goes to an expert.
 
-    `routing_map` is bool, int8, uint8 or int32 (any value but 0 is true), of any strides; tokens may have
-    different numbers of experts, none included. The true entries are the slots, token by token and
-    inside a token by expert; rows are grouped by expert, ascending, inside an expert by token.
+    Tokens may have different numbers of experts, none included. The true entries are the slots, token by token and
+    inside a token by expert; rows are grouped by expert, ascending, inside an expert by token. True entries of experts
+    outside `expert_range`, and dropped ones, stay slots, without a row. S is read back from the data, like R, except
+    with `topk`, with `fill` and a capacity, and with `num_slots`.
+
+    Args:
+        routing_map: [T, E], bool, int8, uint8 or int32 (any value but 0 is true), any strides.
+        topk: every token owns exactly so many slots, its first true entries and then unused ones (expert -1, row -1);
+            S = T * topk is known. A token with more true entries loses the later ones. Rows are numbered over all true
+            entries, the lost ones too: their rows are zero, and counted in `tokens_per_expert`.
+        fill: drop and pad. With a capacity C every expert takes min(C, T) tokens: those that stay of its true ones, in
+            token order, and then its first false ones, which are slots like any other. S = E * min(C, T) and R = E * C
+            (C rounded up to `align`) are known; rows of an expert beyond T are padding. Without a capacity (Megatron's
+            `pad_routing_map`) every expert takes its true tokens and then its first false ones up to a multiple of
+            `align`. Where there are too few tokens it takes all, and the other rows of the multiple are padding. An
+            expert without true tokens takes none.
+        expert_range: as in `plan_from_expert_ids`.
+        capacity: as in `plan_from_expert_ids`.
+        drop: as in `plan_from_expert_ids`.
+        weights: [T, E], for drop="weight"; float64 needs the reference backend.
+        pad_to_capacity: as in `plan_from_expert_ids`.
+        align: as in `plan_from_expert_ids`.
+        num_rows: as in `plan_from_expert_ids`.
+        num_slots: S, where the caller knows it (together with `num_rows` nothing is read back). Slots behind the last
+            true entry belong to no token. True entries from the `num_slots`-th on have no slot; their rows are zero,
+            as with `topk`.
+        check: read the map, and raise ValueError for a value other than 0 and 1, and for a token with more than `topk`
+            true entries.
+        out: int32 [S], of any strides, outside torch.compile: gets `row_of_slot`, and the plan goes on using it.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: a wrong shape or value, among them more than 2^31 - 1 slots or rows.
+        TypeError: a wrong type or dtype.
+
+    In torch: `token_of_row = arange(T).expand(E, T).masked_select(routing_map.T != 0)`.
 
     >>> routing_map = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.int8)
     >>> plan = plan_from_routing_map(routing_map)
@@ -57,57 +93,27 @@ def plan_from_routing_map(
     >>> plan.row_of_slot.tolist(), plan.token_of_row.tolist(), plan.tokens_per_expert.tolist()
     ([0, 2, 4, 1, 3, 5], [0, 3, 0, 3, 1, 3], [2, 2, 2])
 
-    In torch: `token_of_row = arange(T).expand(E, T).masked_select(routing_map.T != 0)`.
+    >>> plan = plan_from_routing_map(routing_map, topk=2)
+    >>> plan.row_of_slot.tolist(), plan.expert_of_slot.tolist()
+    ([0, 2, 4, -1, -1, -1, 1, 3], [0, 1, 2, -1, -1, -1, 0, 1])
+    >>> plan.slot_of_row.tolist()
+    [0, 6, 1, 7, 2, -1]
 
-    `expert_range`, `capacity`, `drop`, `pad_to_capacity`, `align`, `num_rows` and `backend` are those
-    of `plan_from_expert_ids`; `weights` is [T, E] here. True entries of experts outside the range,
-    and dropped ones, stay slots, without a row. S is read back from the data, like R, except with
-    `topk`, with `fill` and a capacity, and with `num_slots`.
+    >>> plan = plan_from_routing_map(routing_map, fill=True, capacity=3)
+    >>> plan.token_of_row.reshape(3, 3).tolist()  # expert 0: tokens 0 and 3 are true, 1 is false
+    [[0, 3, 1], [0, 3, 1], [1, 3, 0]]
+    >>> plan.expert_of_slot.tolist(), plan.slot_offsets.tolist()
+    ([0, 1, 2, 0, 1, 2, 0, 1, 2], [0, 3, 6, 6, 9])
 
-    - `topk`: every token owns exactly `topk` slots, its first true entries and then unused ones
-      (expert -1, row -1); S = T * topk is known. A token with more true entries loses the later
-      ones. Rows are numbered over all true entries, the lost ones too: their rows are zero, and
-      counted in `tokens_per_expert`.
+    >>> plan = plan_from_routing_map(routing_map, fill=True, align=3)
+    >>> plan.token_of_row.reshape(3, 3).tolist(), plan.num_slots
+    ([[0, 3, 1], [0, 3, 1], [1, 3, 0]], 9)
+    >>> plan_from_routing_map(routing_map, fill=True, align=8).slot_of_row.reshape(3, 8)[0].tolist()
+    [0, 9, 3, 6, -1, -1, -1, -1]
 
-      >>> plan = plan_from_routing_map(routing_map, topk=2)
-      >>> plan.row_of_slot.tolist(), plan.expert_of_slot.tolist()
-      ([0, 2, 4, -1, -1, -1, 1, 3], [0, 1, 2, -1, -1, -1, 0, 1])
-      >>> plan.slot_of_row.tolist()
-      [0, 6, 1, 7, 2, -1]
-
-    - `fill=True` (drop and pad): every expert takes min(C, T) tokens, C being the `capacity`: those
-      that stay of its true ones, in token order, and then its first false ones, which are slots like
-      any other. S = E * min(C, T) and R = E * C (C rounded up to `align`) are known; rows of an
-      expert beyond T are padding.
-
-      >>> plan = plan_from_routing_map(routing_map, fill=True, capacity=3)
-      >>> plan.token_of_row.reshape(3, 3).tolist()  # expert 0: tokens 0 and 3 are true, 1 is false
-      [[0, 3, 1], [0, 3, 1], [1, 3, 0]]
-      >>> plan.expert_of_slot.tolist(), plan.slot_offsets.tolist()
-      ([0, 1, 2, 0, 1, 2, 0, 1, 2], [0, 3, 6, 6, 9])
-
-    - `fill=True` with `align` and no capacity (Megatron's `pad_routing_map`): every expert takes its true tokens
-      and then its first false ones up to a multiple of `align`. Where there are too few tokens it takes all, and
-      the other rows of the multiple are padding. An expert without true tokens takes none.
-
-      >>> plan = plan_from_routing_map(routing_map, fill=True, align=3)
-      >>> plan.token_of_row.reshape(3, 3).tolist(), plan.num_slots
-      ([[0, 3, 1], [0, 3, 1], [1, 3, 0]], 9)
-      >>> plan_from_routing_map(routing_map, fill=True, align=8).slot_of_row.reshape(3, 8)[0].tolist()
-      [0, 9, 3, 6, -1, -1, -1, -1]
-
-    - `num_slots`: S, where the caller knows it (together with `num_rows` nothing is read back). Slots behind the
-      last true entry belong to no token. True entries from the `num_slots`-th on have no slot; their rows are zero,
-      as with `topk`.
-
-      >>> plan = plan_from_routing_map(routing_map, num_slots=7, num_rows=6)
-      >>> plan.row_of_slot.tolist(), plan.slot_offsets.tolist()
-      ([0, 2, 4, 1, 3, 5, -1], [0, 2, 3, 3, 6])
-
-    - `check=True` reads the map: ValueError for a value other than 0 and 1, and for a token with more
-      than `topk` true entries.
-
-    Raises as `plan_from_expert_ids`.
+    >>> plan = plan_from_routing_map(routing_map, num_slots=7, num_rows=6)
+    >>> plan.row_of_slot.tolist(), plan.slot_offsets.tolist()
+    ([0, 2, 4, 1, 3, 5, -1], [0, 2, 3, 3, 6])
     """
     operator = "plan_from_routing_map"
     checks.tensor(operator, "routing_map", routing_map)

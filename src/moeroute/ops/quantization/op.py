@@ -28,13 +28,26 @@ def dynamic_quantize(
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """int8 [R, H] and one float32 scale [R] a row: the largest magnitude of a row becomes 127.
+    """Rows as int8 with one float32 scale a row: the largest magnitude of a row becomes 127.
 
-    rows: [R, H], float16, bfloat16 or float32. In float32: y = row * smooth, scale = max |y| / 127, then y / scale to
-    the nearest integer, ties to even. smooth: float32, a factor for each element [H], or for each expert [E, H]; then
-    `expert_of_row` (int32 [R], as a plan has it) says whose a row is, and a row of no expert has no factors. A row of
-    zeros has scale 0 and stays 0. A row with an infinity has that scale and becomes 0; one with a NaN likewise.
-    `out`: the two tensors to write into. No gradient goes through.
+    In float32: y = row * smooth, scale = max |y| / 127, then y / scale to the nearest integer, ties to even. A row of
+    zeros has scale 0 and stays 0. A row with an infinity has that scale and becomes 0; one with a NaN likewise. No
+    gradient goes through.
+
+    Args:
+        rows: [R, H], float16, bfloat16 or float32.
+        smooth: float32, a factor for each element [H], or for each expert [E, H].
+        expert_of_row: int32 [R], as a plan has it: the expert of each row, for `smooth` [E, H]; a row of no expert has
+            no factors.
+        out: the two tensors to write into.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        int8 [R, H] and the scales, float32 [R].
+
+    Raises:
+        ValueError: a shape or device that does not fit.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch, where no row is zero: ``scale = rows.float().abs().amax(1) / 127;
     (rows / scale[:, None]).round().to(torch.int8)``.
@@ -43,8 +56,6 @@ def dynamic_quantize(
     >>> moeroute.dynamic_quantize(torch.tensor([[0.5, 1.5, 2.5, -127.0], [0.0, 0.0, 0.0, 0.0]]))
     (tensor([[   0,    2,    2, -127],
             [   0,    0,    0,    0]], dtype=torch.int8), tensor([1., 0.]))
-
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes.
     """
     operator = "dynamic_quantize"
     _check_rows(operator, "rows", rows)
@@ -69,18 +80,29 @@ def quantize(
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """int8 [R, H]: row * scale + offset in float32, two roundings, then the nearest integer, ties to even, saturated.
+    """Rows as int8: row * scale + offset in float32, two roundings, then the nearest integer, ties to even, saturated.
 
-    rows: [R, H], float16, bfloat16 or float32. scale, offset: float32 tensors of one element. An infinity becomes the
-    largest or smallest integer, a NaN 0. `out`: write there instead. No gradient goes through.
+    An infinity becomes the largest or smallest integer, a NaN 0. No gradient goes through.
+
+    Args:
+        rows: [R, H], float16, bfloat16 or float32.
+        scale: float32, one element.
+        offset: float32, one element.
+        out: int8 [R, H]; the result is written into it.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        int8 [R, H].
+
+    Raises:
+        ValueError: a shape or device that does not fit.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``(rows.float() * scale + offset).round().clamp(-128, 127).to(torch.int8)`` without NaN.
 
     >>> import torch, moeroute
     >>> moeroute.quantize(torch.tensor([[0.5, 1.5, 100.0, -100.0]]), torch.tensor(2.0), torch.tensor(0.5))
     tensor([[   2,    4,  127, -128]], dtype=torch.int8)
-
-    Raises ValueError for shapes or devices that do not fit, TypeError for dtypes.
     """
     operator = "quantize"
     _check_rows(operator, "rows", rows)
@@ -105,11 +127,22 @@ def spread_quantized(
     out: tuple[Tensor, Tensor] | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`spread` and `dynamic_quantize` in one pass: int8 [R, H] and one float32 scale [R] a row.
+    """`spread` and `dynamic_quantize` in one pass.
 
-    x: [T, H], float16, bfloat16 or float32. Padding rows and their scales are 0. smooth: float32, a factor for each
-    element [H], or for each expert [E, H]; then `expert_of_row` is the plan's (E as its rows_per_expert) unless another
-    is given, int32 [R]. The rest is as in `dynamic_quantize`.
+    Args:
+        x: [T, H], float16, bfloat16 or float32.
+        plan: the row of every slot.
+        smooth: float32, a factor for each element [H], or for each expert [E, H].
+        expert_of_row: int32 [R], for `smooth` [E, H]. None: the plan's (E as its rows_per_expert).
+        out: the two tensors to write into.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        int8 [R, H] and the scales, float32 [R]. Padding rows and their scales are 0.
+
+    Raises:
+        ValueError: a shape or device that does not fit the plan.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``dynamic_quantize(x[plan.token_of_row])`` where there is no padding.
 
@@ -120,8 +153,6 @@ def spread_quantized(
             [   0,    0],
             [ 127,   63],
             [   0,    0]], dtype=torch.int8), tensor([0.0315, 0.0000, 1.0000, 0.0000]))
-
-    Raises ValueError for shapes or devices that do not fit the plan, TypeError for dtypes.
     """
     operator = "spread_quantized"
     expect_plan(operator, plan)

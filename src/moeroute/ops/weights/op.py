@@ -99,8 +99,18 @@ def routing_map_from_ids(
 ) -> Tensor:
     """The routing map of expert ids [T, K]: bool [T, E], True where a token chose an expert.
 
-    expert_ids: [T, K], any integer dtype; an id outside [0, E) sets nothing, a repeated one sets what is set.
-    bits: uint8 [T, ceil(E / 8)] instead: expert e is bit e % 8, the lowest first, of byte e // 8.
+    Args:
+        expert_ids: [T, K], any integer dtype; an id outside [0, E) sets nothing, a repeated one sets what is set.
+        num_experts: E.
+        bits: uint8 [T, ceil(E / 8)] instead: expert e is bit e % 8, the lowest first, of byte e // 8.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The map, bool [T, E]; with `bits` uint8.
+
+    Raises:
+        ValueError: a wrong shape or size.
+        TypeError: a wrong type or dtype.
 
     Equivalent torch: ``torch.zeros(T, E, dtype=torch.bool).scatter(1, expert_ids, True)``.
 
@@ -112,8 +122,6 @@ def routing_map_from_ids(
     >>> moeroute.routing_map_from_ids(ids, num_experts=3, bits=True)
     tensor([[5],
             [2]], dtype=torch.uint8)
-
-    Raises ValueError for shapes and sizes, TypeError for types and dtypes.
     """
     operator = "routing_map_from_ids"
     slots = _slots_of_ids(operator, expert_ids, num_experts)
@@ -121,10 +129,20 @@ def routing_map_from_ids(
 
 
 def routing_map_of(plan: RoutingPlan, *, backend: str | None = None) -> Tensor:
-    """The routing map of a plan: bool [T, E], True where a slot of that token and expert has a row.
+    """The routing map of a plan: True where a slot of that token and expert has a row.
 
     So dropped slots and those of other ranks are False. The experts are those of `expert_of_slot` where the plan has
     it (routing maps), else the entries of `rows_per_expert`, which with an `expert_range` are that range's.
+
+    Args:
+        plan: a plan that knows its experts.
+        backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
+
+    Returns:
+        The map, bool [T, E].
+
+    Raises:
+        ValueError: the plan knows no experts.
 
     >>> import torch, moeroute
     >>> plan = moeroute.plan_from_expert_ids(torch.tensor([[2, 0], [-1, 2], [0, 2]]), 3, capacity=2)
@@ -132,8 +150,6 @@ def routing_map_of(plan: RoutingPlan, *, backend: str | None = None) -> Tensor:
     tensor([[ True, False,  True],
             [False, False,  True],
             [ True, False, False]])
-
-    Raises ValueError for a plan that knows no experts.
     """
     operator = "routing_map_of"
     expect_plan(operator, plan)

@@ -111,8 +111,9 @@ def balance_statistics(
         scores: [T, E], float: the score of each expert for each token. Rows sum to 1 as a rule.
         expert_ids: [T, K], any integer dtype; an id below 0 or >= E is an empty slot and counts nowhere.
         padding_mask: [T] bool, True = padding.
-        sequence_ids, num_sequences: [T], any integer dtype, and N: statistics of each of N sequences, [N, E], in one
-            pass. A token whose id is outside [0, N) counts nowhere. The scores of a sequence are added in token order.
+        sequence_ids: [T], any integer dtype: statistics of each of N sequences, [N, E], in one pass. A token whose id
+            is outside [0, N) counts nowhere. The scores of a sequence are added in token order.
+        num_sequences: N, with sequence_ids.
 
     Returns:
         The three sums; they can be added to those of other shards.
@@ -165,6 +166,8 @@ def load_balancing_loss(
             as DeepSeek-V3 does).
         expert_ids: [T, K], integers, as `gating_topk` chose them; below 0 or >= E: empty, not counted.
         padding_mask: [T] bool, True = padding.
+        sequence_ids: as in `balance_statistics`.
+        num_sequences: as in `balance_statistics`.
 
     Returns:
         float32; a scalar, or one loss for each sequence.
@@ -207,8 +210,10 @@ def load_balancing_loss_from_counts(
     Args:
         scores: [T, C], float. C is E, or a multiple of it: one group of columns for each sequence.
         tokens_per_expert: [C], integers or floats; gets no gradient.
-        num_experts, topk: E and K.
+        num_experts: E.
+        topk: K.
         num_tokens: an int, or a tensor of one number and no axes, so that nothing is read back. 0 counts as 1.
+        coefficient: multiplies the loss.
         padding_mask: [T] bool, True = padding, which adds nothing to the sum of the scores.
 
     Returns:

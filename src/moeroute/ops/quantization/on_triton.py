@@ -297,6 +297,7 @@ def spread_quantized(
         x_stride=x.stride(0),
         programs=quantised,
         warps=_warps(block),
+        spare=True,
         TOKENS=tokens,
         BLOCK=block,
         ROWS=zero_rows,

@@ -80,6 +80,7 @@ def gating_topk(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocates weights, expert_ids and scores, or writes `out`, three tensors whose rows may be strided."""
     tokens, num_experts = logits.shape
     if out is None:
         weights = torch.empty((tokens, k), dtype=weights_dtype, device=logits.device)
@@ -238,6 +239,7 @@ def gating_topk_backward(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
+    """Allocates the [T, E] result, or writes `out`, whose rows may be strided."""
     tokens, num_experts = scores.shape
     k = expert_ids.shape[1]
     if out is None:

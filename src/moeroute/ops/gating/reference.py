@@ -15,6 +15,7 @@ PARTIAL_SUMS = 256
 
 
 def exp(x: Tensor) -> Tensor:
+    """The exp of docs/arithmetic.md: in float32 the same bits on every device."""
     if x.dtype == torch.float64:
         return torch.exp(x)
     x = x.clamp(-104.0, 89.0)  # keeps NaN
@@ -48,6 +49,7 @@ def log1p(u: Tensor) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
+    """The square root, correctly rounded."""
     return x.double().sqrt().to(x.dtype)  # torch.sqrt of float32 is not correctly rounded everywhere
 
 
@@ -81,6 +83,7 @@ def sum_over_slots(x: Tensor, valid: Tensor) -> Tensor:
 
 
 def scores_of_logits(x: Tensor, score: str) -> Tensor:
+    """The scores [T, E] of the logits, in their dtype."""
     if score == "softmax":
         e = exp(x - largest(x))
         return e / sum_over_experts(e)
@@ -111,6 +114,7 @@ def divisor(total: Tensor, valid: Tensor) -> Tensor:
 
 
 def softmax_over_slots(x: Tensor, valid: Tensor) -> Tensor:
+    """Softmax over the valid slots of each token."""
     e = exp(torch.where(valid, x - largest(torch.where(valid, x, -torch.inf)), 0.0))
     return e / divisor(sum_over_slots(e, valid), valid)
 
@@ -181,6 +185,7 @@ def gating_topk(
     *,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocates weights, expert_ids and scores, or writes `out`, three tensors whose rows may be strided."""
     x = logits if logits.dtype == torch.float64 else logits.float()
     scores = scores_of_logits(x, score)
     if expert_ids is None:
@@ -212,6 +217,7 @@ def gating_topk_backward(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
+    """Allocates the [T, E] result, or writes `out`, whose rows may be strided."""
     columns, valid = columns_of(expert_ids, scores.shape[1])
     weights = weights_before_scaling(scores, columns, valid, score)
     grad = grad_weights.to(scores.dtype) * scaling_factor

@@ -261,6 +261,7 @@ def plan_row_of_slot(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     row_of_slot = _narrowed(row_of_slot, first_row, num_rows, out)
     experts = None if expert_of_slot is None else _narrowed(expert_of_slot, 0, LARGEST + 1)
     return row_of_slot, _inverse(row_of_slot, num_rows), experts
@@ -275,6 +276,7 @@ def plan_token_ids(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     num_slots = token_ids.shape[0]
     # The counting sort again, with tokens for experts and entries for slots.
     _, entry_of_slot, _, _, ends = count_up(token_ids, 0, num_tokens, None, None, 1, num_slots)
@@ -314,6 +316,7 @@ def plan_token_ids(
 def plan_chunks(
     lengths: Tensor, order: Tensor | None, num_tokens: int, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     ranks, experts = lengths.shape
     starts = torch.empty((3, ranks, experts), dtype=torch.int64, device=CPU)
     tokens = torch.empty(experts, dtype=torch.int64, device=CPU)
@@ -351,6 +354,7 @@ def plan_chunks(
 def plan_row_id_map(
     row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     num_tokens, num_experts = row_id_map.shape[0], row_id_map.shape[1] // 2
     slot_offsets = torch.empty(num_tokens + 1, dtype=torch.int32, device=CPU)
     map_offsets(
@@ -382,6 +386,7 @@ def plan_row_id_map(
 
 
 def row_id_map(plan: PlanTensors, num_experts: int, *, out: Tensor | None = None) -> Tensor:
+    """Allocates the [T, 2E + 1] result, or writes `out`."""
     num_slots, num_tokens = plan.row_of_slot.shape[0], plan.num_tokens
     offsets = plan.slot_offsets
     if offsets is None:

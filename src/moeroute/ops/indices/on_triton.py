@@ -234,6 +234,7 @@ def plan_row_of_slot(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     num_slots = row_of_slot.numel()
     narrowed = empty_like(row_of_slot, num_slots) if out is None else out
     experts = None if expert_of_slot is None else empty_like(row_of_slot, num_slots)
@@ -267,6 +268,7 @@ def plan_token_ids(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     num_slots = token_ids.shape[0]
     keys, slots = sort_slots(token_ids, None, 0, num_tokens, BINS)
     slot_offsets = bin_bounds(keys, 0, num_tokens)
@@ -302,6 +304,7 @@ def plan_token_ids(
 def plan_chunks(
     lengths: Tensor, order: Tensor | None, num_tokens: int, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     ranks, experts = lengths.shape
     starts = empty_like(lengths, 2, ranks * experts + 1, dtype=torch.int64)
     tokens = empty_like(lengths, experts, dtype=torch.int64)
@@ -353,6 +356,7 @@ def plan_chunks(
 def plan_row_id_map(
     row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     num_tokens, num_experts = row_id_map.shape[0], row_id_map.shape[1] // 2
     slot_offsets = empty_like(row_id_map, num_tokens + 1)
     slot_offsets[0] = 0
@@ -381,6 +385,7 @@ def plan_row_id_map(
 
 
 def row_id_map(plan: PlanTensors, num_experts: int, *, out: Tensor | None = None) -> Tensor:
+    """Allocates the [T, 2E + 1] result, or writes `out`."""
     num_slots, num_tokens, device = plan.row_of_slot.shape[0], plan.num_tokens, plan.row_of_slot.device
     offsets = plan.slot_offsets
     if offsets is None:

@@ -266,6 +266,7 @@ def plan_routing_map(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     num_tokens, num_experts = routing_map.shape
     work = num_tokens * num_experts
     slot_offsets = torch.empty(num_tokens + 1, dtype=torch.int32, device=CPU)

@@ -169,6 +169,7 @@ def plan_routing_map(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     num_tokens, num_experts = routing_map.shape
     experts, padded = last_expert - first_expert, segment is not None or align > 1
     chosen = stays = routing_map.view(torch.uint8)

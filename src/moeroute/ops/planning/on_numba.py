@@ -279,10 +279,12 @@ def sort_ids(
 
 
 def given(option: int | None) -> int:
+    """The option as kernels take it: -1 for None."""
     return -1 if option is None else option
 
 
 def address(tensor: Tensor | None) -> int:
+    """The address of a tensor, 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -374,6 +376,7 @@ def assign_rows(
     out: Tensor | None = None,
     operator: str = "plan_from_expert_ids",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """row_of_slot, slot_of_row, tokens and rows per expert; small plans in one pass, others by `count_up`."""
     num_slots, padded = ids.numel(), segment is not None or align > 1
     limit = num_slots if num_rows is None else num_rows
     if SLOT_WORK * (num_slots + limit) >= SERIAL_WORK or (padded and num_rows is None):
@@ -437,12 +440,14 @@ def plan_expert_ids(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     if weights is not None and capacity is not None:
         expert_ids = keep_heavy(expert_ids, weights, first_expert, last_expert, capacity)
     return assign_rows(expert_ids, first_expert, last_expert, capacity, segment, align, num_rows, out)
 
 
 def plan_any_ids(expert_ids: Tensor, num_rows: int | None, *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     num_slots = expert_ids.numel()
     row_of_slot = row_of_slot_target(out, num_slots)
     slot_of_row = memory.empty((num_slots,), torch.int32)

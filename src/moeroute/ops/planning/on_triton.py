@@ -251,6 +251,7 @@ def deal_any(row_of_slot, slot_of_row, keys, slots, num_slots, num_rows, PIECE: 
 
 
 def given(option: int | None) -> int:
+    """The option as kernels take it: -1 for None."""
     return -1 if option is None else option
 
 
@@ -375,6 +376,7 @@ def plan_expert_ids(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     ids, num_slots, experts = expert_ids, expert_ids.numel(), last_expert - first_expert
     if capacity is None:
         weights = None
@@ -460,6 +462,7 @@ def plan_expert_ids(
 
 
 def plan_any_ids(expert_ids: Tensor, num_rows: int | None, *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Allocates the results; `row_of_slot` is written into `out` if that is given: contiguous, int32 [S]."""
     num_slots = expert_ids.numel()
     keys, slots = sort_slots(expert_ids, None, 0, 0, RAW)
     if num_rows is None:

@@ -124,6 +124,7 @@ def assign_rows(
 
 
 def deliver(row_of_slot: Tensor, out: Tensor | None) -> Tensor:
+    """row_of_slot as int32, in `out` if that is given."""
     row_of_slot = row_of_slot.to(torch.int32)
     if out is None:
         return row_of_slot

@@ -13,6 +13,7 @@ Pair = tuple[Tensor | None, Tensor | None]
 def dynamic_quantize(
     rows: Tensor, smooth: Tensor | None, expert_of_row: Tensor | None, *, out: Pair = (None, None)
 ) -> tuple[Tensor, Tensor]:
+    """Allocates the [R, H] and [R] results; copies them into what `out` has of them, of any strides."""
     values = _smoothed(rows.float(), smooth, expert_of_row)
     if rows.shape[1] == 0:
         scales = values.new_zeros(rows.shape[0])
@@ -22,12 +23,14 @@ def dynamic_quantize(
 
 
 def quantize(rows: Tensor, scale: Tensor, offset: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Allocates the [R, H] result; copies it into `out`, of any strides, if that is given."""
     return deliver(_saturated(rows.float() * scale + offset), out)
 
 
 def spread_quantized(
     x: Tensor, smooth: Tensor | None, expert_of_row: Tensor | None, plan: PlanTensors, *, out: Pair = (None, None)
 ) -> tuple[Tensor, Tensor]:
+    """Allocates the [R, H] and [R] results; copies them into what `out` has of them, of any strides."""
     used = spread_rows(x.new_ones(x.shape[0], 1), None, plan) != 0
     rows, scales = dynamic_quantize(spread_rows(x, None, plan), smooth, expert_of_row)
     # A factor may be an infinity or NaN: what it makes of the zeros of a padding row is not wanted.

@@ -20,6 +20,7 @@ def combine(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
+    """Allocates the [T, H] result; copies it into `out`, of any strides, if that is given."""
     num_rows, num_slots, expert_of_slot = rows.shape[0], plan.row_of_slot.shape[0], plan.expert_of_slot
     source = with_zero_row(rows)
     row_of_slot = with_zero_row(valid(plan.row_of_slot, num_rows))
@@ -52,6 +53,7 @@ def spread(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
+    """Allocates the [R, H] result; copies it into `out`, of any strides, if that is given."""
     row_of_slot, slot_of_row, slot_offsets, _, num_tokens = plan
     num_slots, num_rows = row_of_slot.shape[0], slot_of_row.shape[0]
     owner = token_of_slot(num_slots, slot_offsets, num_tokens, x.device)
@@ -76,6 +78,7 @@ def row_dots(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
+    """Allocates the [S] result; copies it into `out`, of any strides, if that is given."""
     row_of_slot, _, slot_offsets, expert_of_slot, num_tokens = plan
     num_rows, num_slots = rows.shape[0], row_of_slot.shape[0]
     at = valid(row_of_slot, num_rows)
@@ -98,6 +101,7 @@ def spread_dots(
     *,
     out: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
+    """Allocates the [R, H] and [S] results; copies them into what `out` has of them, of any strides."""
     out_rows, out_dots = out
     dots = row_dots(rows, x, plan, weights.dtype)
     return spread(x, weights, plan, out=out_rows), deliver(dots, out_dots)
@@ -116,6 +120,7 @@ def _sum_hidden(products: Tensor) -> Tensor:
 
 
 def wide(tensor: Tensor) -> Tensor:
+    """The tensor in the dtype of the arithmetic."""
     return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
@@ -151,4 +156,5 @@ def valid(index: Tensor, size: int) -> Tensor:
 
 
 def deliver(result: Tensor, out: Tensor | None) -> Tensor:
+    """The result, in `out` if that is given."""
     return result if out is None else out.copy_(result)

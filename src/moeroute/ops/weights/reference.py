@@ -8,10 +8,12 @@ from moeroute.plan import PlanTensors
 
 
 def take(values: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Allocates the result; copies it into `out`, of any strides, if that is given."""
     return deliver(with_zero_row(values)[valid(index, values.shape[0])], out)
 
 
 def slot_weights(weights: Tensor, plan: PlanTensors, *, out: Tensor | None = None) -> Tensor:
+    """Allocates the [S] result; copies it into `out`, of any strides, if that is given."""
     expert_of_slot, (num_tokens, num_experts) = expert_of_slot_in(plan), weights.shape
     tokens = token_of_slot(expert_of_slot.shape[0], plan.slot_offsets, num_tokens, weights.device)
     experts = valid(expert_of_slot, num_experts)
@@ -27,6 +29,7 @@ def slot_weights_backward(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
+    """Allocates the [T, E] result; copies it into `out`, of any strides, if that is given."""
     expert_of_slot, num_tokens = expert_of_slot_in(plan), plan.num_tokens
     num_slots = expert_of_slot.shape[0]
     values = wide(with_zero_row(grad))
@@ -41,6 +44,7 @@ def slot_weights_backward(
 
 
 def routing_map(plan: PlanTensors, num_experts: int, bits: bool) -> Tensor:
+    """Allocates the [T, E] map, or its bits."""
     expert_of_slot, num_tokens = expert_of_slot_in(plan), plan.num_tokens
     num_slots, device = expert_of_slot.shape[0], expert_of_slot.device
     experts = torch.cat([valid(expert_of_slot, num_experts), expert_of_slot.new_full((1,), num_experts).long()])

@@ -318,6 +318,32 @@ def test_topk_with_score_function(dtype: torch.dtype, mode: str, topk: int) -> N
         torch.testing.assert_close(torch.zeros_like(routing_map).scatter(-1, ids.long(), True), routing_map)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_aux_loss(dtype: torch.dtype, score: str) -> None:
+    logits = leaf(2, 10, 12, dtype=dtype)
+    wide = exact(logits)
+    by_hand = {
+        "softmax": lambda x: x.softmax(dim=-1),
+        "sigmoid": lambda x: x.sigmoid() / x.sigmoid().sum(dim=-1, keepdim=True),
+        "sqrtsoftplus": lambda x: torch.nn.functional.normalize(torch.nn.functional.softplus(x).sqrt(), p=1, dim=-1),
+    }[score](wide)
+    routing_map, scores = te.fused_compute_score_for_moe_aux_loss(logits, 3, score)
+    assert scores.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_near(scores, by_hand)
+    expected_map = torch.zeros(2, 10, 12).scatter(-1, wide.topk(3, dim=-1)[1], 1.0).bool()
+    torch.testing.assert_close(routing_map, expected_map)
+    bits, _ = te.fused_compute_score_for_moe_aux_loss(logits, 3, score, "bitmap_u8")
+    assert (bits.dtype, bits.shape) == (torch.uint8, (2, 10, 2))
+
+    counts = expected_map.sum(dim=(0, 1))
+    loss = te.fused_moe_aux_loss(scores.view(-1, 12), counts, 20, 12, 3, 0.01)
+    expected = (by_hand.view(-1, 12).sum(dim=0) * counts).sum() * 12 * 0.01 / (3 * 20**2)
+    assert loss.dtype == scores.dtype
+    assert_near(loss, expected)
+    assert_near(gradients(loss, logits)[0], gradients(expected, wide)[0])
+
+
 def test_router_of_no_tokens_and_twice_differentiable() -> None:
     probs, routing_map = te.fused_topk_with_score_function(
         torch.zeros(0, 8), 2, False, None, None, None, "sigmoid", None

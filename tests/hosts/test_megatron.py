@@ -387,6 +387,29 @@ def test_a_map_without_room_for_the_padding() -> None:
     torch.testing.assert_close(routing_map, before)
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_for_the_aux_loss(dtype: torch.dtype, num_tokens: int, score_function: str, masked: bool) -> None:
+    """True in the mask is padding. The host chooses by rounded scores: rows of equal choice."""
+    logits = leaf(num_tokens, 8, dtype=dtype)
+    mask = torch.rand(num_tokens, generator=generator(4)) < 0.4 if masked else None
+    expected = host.compute_routing_scores_for_aux_loss(logits, 3, score_function, padding_mask=mask)
+    actual = ours.compute_routing_scores_for_aux_loss(logits, 3, score_function, fused=True, padding_mask=mask)
+    assert actual[0].dtype == torch.bool
+    same = (actual[0] == expected[0]).all(dim=1)
+    assert int(same.sum()) >= (0.85 * num_tokens if dtype == torch.bfloat16 else num_tokens)
+    if mask is not None:
+        assert not actual[0][mask].any()
+        assert not actual[1][mask].any()
+    tolerance = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    assert_near(actual[1], expected[1], tolerance)
+    assert_near(gradients(actual[1], logits)[0], gradients(expected[1], logits)[0], tolerance)
+    later = ours.compute_routing_scores_for_aux_loss(logits, 3, score_function, padding_mask=mask, generation="2026")
+    assert later[1].dtype == torch.float32
+
+
 # ---------------------------------------------------------------------------- balance
 
 
@@ -410,6 +433,22 @@ def test_z_loss(dtype: torch.dtype, masked: bool) -> None:
     expected, actual = host.z_loss_func(logits, 1e-3, mask), ours.z_loss_func(logits, 1e-3, mask)
     assert_near(actual, expected, dtype)
     assert_near(gradients(actual, logits)[0], gradients(expected, logits)[0], dtype)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
+@pytest.mark.parametrize("sequences", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_load_balancing_loss(dtype: torch.dtype, sequences: int, masked: bool) -> None:
+    """True in the mask is a token that counts: the only one of this kind."""
+    probs = leaf(33, 8 * sequences, dtype=dtype)
+    counts = torch.randint(0, 20, (8 * sequences,), generator=generator(5))
+    mask = torch.rand(33, generator=generator(4)) < 0.6 if masked else None
+    for given, total in ((counts, 33), (counts.float() / 3, torch.tensor(33)), (counts, torch.tensor(33.0))):
+        arguments = (given, total, 2, 8, 0.01)
+        expected = host.switch_load_balancing_loss_func(probs, *arguments, padding_mask=mask)
+        actual = ours.switch_load_balancing_loss_func(probs, *arguments, fused=True, padding_mask=mask)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(gradients(actual, probs), gradients(expected, probs), rtol=1e-5, atol=1e-6)
 
 
 def test_z_loss_of_no_tokens() -> None:

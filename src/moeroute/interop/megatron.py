@@ -22,10 +22,11 @@ from moeroute import check
 from moeroute.dtypes import MAPS
 from moeroute.interop import hosts
 from moeroute.memory import set_memory_pool
-from moeroute.ops.balance import router_z_loss, update_expert_bias
+from moeroute.ops.balance import load_balancing_loss_from_counts, router_z_loss, update_expert_bias
 from moeroute.ops.gating.op import Gating, gating_topk
 from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_id_map, plan_from_token_ids, row_id_map
 from moeroute.ops.maps.op import plan_from_routing_map
+from moeroute.ops.normalize import normalize_scores
 from moeroute.ops.planning.op import capacity_from_factor
 from moeroute.ops.weights.op import dense_weights, routing_map_from_ids, routing_map_of
 from moeroute.permutation import permute as permute_rows
@@ -291,6 +292,42 @@ def _groups(topk: int, num_groups: int | None, group_topk: int | None) -> dict[s
     return {"num_groups": num_groups, "topk_groups": group_topk, "group_score": topk // group_topk}
 
 
+def compute_routing_scores_for_aux_loss(
+    logits: Tensor,
+    topk: int,
+    score_function: str,
+    fused: bool = False,
+    padding_mask: Tensor | None = None,
+    *,
+    generation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The choice by plain scores, and the scores, whose rows add up to 1: for `switch_load_balancing_loss_func`.
+
+    Args:
+        logits: [T, E] float.
+        topk: experts of a token.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+        fused: the same result.
+        padding_mask: [T] bool, True is padding: neither map nor scores.
+        generation: "0.16" or "2026"; None is that of the installed host.
+
+    Returns:
+        (routing map bool [T, E], scores [T, E]: float32, but in "0.16" sigmoid in the dtype of the logits).
+    """
+    operator = "compute_routing_scores_for_aux_loss"
+    generation = _generation(operator, generation)
+    check.one_of(f"interop.megatron.{operator}", "score_function", score_function, SCORES)
+    gating = gating_topk(logits, topk, score=score_function)
+    scores = gating.scores
+    if score_function != "softmax" or padding_mask is not None:
+        scores = normalize_scores(scores, padding_mask=padding_mask)
+    routing_map = routing_map_from_ids(gating.expert_ids, logits.shape[1])
+    if padding_mask is not None:
+        routing_map[padding_mask] = False
+    rounded = score_function == "sigmoid" and generation == "0.16"
+    return routing_map, scores.to(logits.dtype if rounded else torch.float32)
+
+
 def apply_router_token_dropping(
     routing_probs: Tensor,
     routing_map: Tensor,
@@ -356,6 +393,43 @@ def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_
     return capacity_from_factor(num_tokens, 1, num_experts, capacity_factor, minimum=min_capacity or 0)
 
 
+def switch_load_balancing_loss_func(
+    probs: Tensor,
+    tokens_per_expert: Tensor,
+    total_num_tokens: int | Tensor,
+    topk: int,
+    num_experts: int,
+    moe_aux_loss_coeff: float,
+    fused: bool = False,
+    padding_mask: Tensor | None = None,
+) -> Tensor:
+    """sum_e (sum_t probs[t, e] * tokens_per_expert[e]) * E * coefficient / (topk * total_num_tokens^2).
+
+    Args:
+        probs: [T, C] scores; C is E, or a multiple of it: one group of columns for each sequence.
+        tokens_per_expert: [C] counts of any number dtype.
+        total_num_tokens: an int or a tensor of one number.
+        topk: experts of a token.
+        num_experts: E.
+        moe_aux_loss_coeff: the coefficient.
+        fused: the same result.
+        padding_mask: [T] bool, True is a token that counts, unlike everywhere else.
+
+    Returns:
+        A scalar in the dtype of the probs.
+    """
+    loss = load_balancing_loss_from_counts(
+        probs,
+        tokens_per_expert,
+        num_experts=num_experts,
+        topk=topk,
+        num_tokens=total_num_tokens,
+        coefficient=moe_aux_loss_coeff,
+        padding_mask=None if padding_mask is None else ~padding_mask,
+    )
+    return loss.to(probs.dtype)
+
+
 def z_loss_func(logits: Tensor, z_loss_coeff: float, padding_mask: Tensor | None = None) -> Tensor:
     """The mean of logsumexp(logits)^2 over the tokens that are not padding, times the coefficient.
 
@@ -401,9 +475,11 @@ NAMES = (
     "sort_chunks_by_idxs",
     "group_limited_topk",
     "topk_routing_with_score_function",
+    "compute_routing_scores_for_aux_loss",
     "apply_router_token_dropping",
     "pad_routing_map",
     "get_capacity",
+    "switch_load_balancing_loss_func",
     "z_loss_func",
     "get_updated_expert_bias",
 )

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from moeroute import check
 from moeroute.dtypes import MAPS
+from moeroute.ops.balance import load_balancing_loss_from_counts
 from moeroute.ops.gating.op import gating_topk
 from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_id_map, plan_from_row_of_slot
 from moeroute.ops.indices.op import row_id_map as row_id_map_of
 from moeroute.ops.maps.op import plan_from_routing_map
+from moeroute.ops.normalize import normalize_scores
 from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.ops.weights.op import dense_weights, routing_map_from_ids
 from moeroute.permutation import permute, permute_weights, unpermute
@@ -233,6 +235,49 @@ def fused_topk_with_score_function(
         topk_indices.copy_(gating.expert_ids.view(topk_indices.shape))
         return probs, topk_indices
     return probs, _map(operator, gating.expert_ids, logits, routing_map_format)
+
+
+def fused_compute_score_for_moe_aux_loss(
+    logits: Tensor, topk: int, score_function: str, routing_map_format: Any = "bytemap"
+) -> tuple[Tensor, Tensor]:
+    """The choice by plain scores, and the scores, whose rows add up to 1: for `fused_moe_aux_loss`.
+
+    Args:
+        logits: [..., E] float.
+        topk: experts of a token.
+        score_function: "softmax", "sigmoid" or "sqrtsoftplus".
+        routing_map_format: as for `fused_topk_with_score_function`.
+
+    Returns:
+        (the map, scores [..., E] in float32, float64 in float64).
+    """
+    operator = "interop.transformer_engine.fused_compute_score_for_moe_aux_loss"
+    check.one_of(operator, "score_function", score_function, SCORES)
+    gating = gating_topk(logits.reshape(-1, logits.shape[-1]), topk, score=score_function)
+    scores = gating.scores if score_function == "softmax" else normalize_scores(gating.scores)
+    return _map(operator, gating.expert_ids, logits, routing_map_format), scores.view(logits.shape)
+
+
+def fused_moe_aux_loss(
+    probs: Tensor, tokens_per_expert: Tensor, total_num_tokens: int | Tensor, num_experts: int, topk: int, coeff: float
+) -> Tensor:
+    """sum_e (sum_t probs[t, e] * tokens_per_expert[e]) * E * coeff / (topk * total_num_tokens^2).
+
+    Args:
+        probs: [T, C] scores; C is E, or a multiple of it: one group of columns for each sequence.
+        tokens_per_expert: [C] counts of any number dtype.
+        total_num_tokens: an int or a tensor of one number.
+        num_experts: E.
+        topk: experts of a token.
+        coeff: the coefficient.
+
+    Returns:
+        A scalar in the dtype of the probs.
+    """
+    loss = load_balancing_loss_from_counts(
+        probs, tokens_per_expert, num_experts=num_experts, topk=topk, num_tokens=total_num_tokens, coefficient=coeff
+    )
+    return loss.to(probs.dtype)
 
 
 def _map(operator: str, expert_ids: Tensor, logits: Tensor, routing_map_format: Any) -> Tensor:

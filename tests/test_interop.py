@@ -4,11 +4,17 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moeroute
+from moeroute import dispatch
 from moeroute.interop import huggingface, megatron
 
 PACKAGE = Path(moeroute.__file__).parent / "interop"
@@ -93,3 +99,45 @@ def test_the_look_for_arithmetic_finds_it() -> None:
         "y = x + 1\ny *= 2\ntorch.cat([x])\nx.sum()\nF.silu(x)\nx.to(d).transpose(0, 1)\ntorch.is_autocast_enabled(d)"
     )
     assert sorted(arithmetic_of(ast.parse(code))) == ["F.silu", "torch.cat", "x + 1", "x.sum", "y *= 2"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_experts_of_hugging_face_wait_for_no_gpu_in_bfloat16(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors without data cannot be read; what comes to the CPU is seen."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    arrived: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for tensor in torch.utils._pytree.tree_leaves(result):
+                if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+                    arrived.append(str(func))
+            return result
+
+    flags = {
+        "num_experts": 4,
+        "has_gate": False,
+        "has_bias": True,
+        "is_transposed": True,
+        "has_post_expert_norm": False,
+    }
+    with FakeTensorMode(), torch.no_grad():
+        hidden = torch.empty(10, 16, device="cuda", dtype=dtype)
+        experts: Any = SimpleNamespace(
+            **flags,
+            act_fn=torch.nn.functional.relu,
+            up_proj=hidden.new_empty(4, 16, 24),
+            up_proj_bias=hidden.new_empty(4, 24),
+            down_proj=hidden.new_empty(4, 24, 16),
+            down_proj_bias=hidden.new_empty(4, 16),
+        )
+        ids = torch.empty(10, 2, device="cuda", dtype=torch.int64)
+        weights = torch.empty(10, 2, device="cuda")
+        with Watch():
+            output = huggingface.experts_forward(experts, hidden, ids, weights)
+    assert (output.shape, output.dtype) == ((10, 16), dtype)
+    assert bool(arrived) == (dtype == torch.float32)  # where the loop over the experts needs the rows of each

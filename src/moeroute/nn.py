@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from moeroute import check, dispatch
 from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
-from moeroute.ops.experts import FLOATS, autocast_is_on, check_sizes
+from moeroute.ops.experts import FLOATS, autocast_is_on, by_ends, check_sizes
 from moeroute.ops.experts import grouped_linear as grouped_linear
 from moeroute.ops.gating.op import Gating, gating_topk
 from moeroute.ops.planning.op import capacity_from_ratio, plan_from_expert_ids
@@ -161,7 +161,7 @@ class Experts(nn.Module):
         if rows.dtype in FLOATS:
             _check_dtype(operator, "rows", rows, self.gate_up_proj)
         rows_per_expert = check_sizes(operator, "rows_per_expert", rows_per_expert, rows.shape[0])
-        if not rows_per_expert.is_meta:
+        if not rows_per_expert.is_meta and not by_ends(rows_per_expert, rows, *self.down_proj.shape[1:]):
             rows_per_expert = rows_per_expert.cpu()  # once, not in each of the products
         gate, up = grouped_linear(rows, self.gate_up_proj, rows_per_expert).chunk(2, dim=-1)
         return grouped_linear(F.silu(gate) * up, self.down_proj, rows_per_expert)

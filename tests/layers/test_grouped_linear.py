@@ -1,12 +1,16 @@
 """The product of segments of rows with a weight each: derivatives, strides, dtypes."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from moeroute.nn import grouped_linear
+from moeroute.nn import Experts, grouped_linear
+from moeroute.ops import experts
 from small_layers import Watch
 
 SIZES = [[3], [2, 1], [0, 3], [1, 0, 4], [0, 0], [5]]
@@ -220,3 +224,111 @@ def test_grouped_linear_in_autocast() -> None:
     assert bias.grad is not None
     assert weight.grad.dtype == bias.grad.dtype == torch.float32
     torch.testing.assert_close(bias.grad, torch.tensor([[1.0], [3.0]]).expand(2, 5))
+
+
+# ---------------------------------------------------------------------------- by torch's grouped_mm, as on a GPU
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way that bfloat16 takes on a CUDA device, for tensors of the CPU, on which torch has that product too."""
+    if not hasattr(nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped_mm")
+    monkeypatch.setattr(experts, "by_ends", lambda sizes, rows, *widths: all(width % 8 == 0 for width in widths))
+    monkeypatch.setattr(experts, "_has_grouped_mm", lambda device: True)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", [[3, 0, 9, 4], [0, 0, 0, 0], [16, 0, 0, 0], [0, 5, 5, 0], [20, 0, 0, 0]], ids=str)
+def test_grouped_mm_gives_the_loop_s_results(sizes: list[int], transposed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows, grad = (torch.randn(20, 16, generator=generator).bfloat16() for _ in range(2))
+    weight, bias = (
+        torch.randn(4, 16, 16, generator=generator).bfloat16(),
+        torch.randn(4, 16, generator=generator).bfloat16(),
+    )
+    live = sum(sizes)
+    rows[live:], grad[live:] = torch.nan, torch.nan
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaves = tuple(
+            t.to(dtype).requires_grad_() for t in (rows, weight.mT.contiguous() if transposed else weight, bias)
+        )
+        stored = leaves[1].mT if transposed else leaves[1]
+        if dtype == torch.bfloat16:
+            output = grouped_linear(leaves[0], stored, torch.tensor(sizes), leaves[2])
+        else:
+            expert = [e for e, size in enumerate(sizes) for _ in range(size)]
+            output = torch.zeros(20, 16, dtype=dtype)
+            output[:live] = (stored[expert] @ leaves[0][:live, :, None]).squeeze(-1) + leaves[2][expert]
+        results.append((output, *torch.autograd.grad(output[:live], leaves, grad[:live].to(dtype))))
+    for got, expected in zip(results[0], results[1], strict=True):
+        torch.testing.assert_close(got.double(), expected, rtol=2e-2, atol=5e-2)
+    assert results[0][2].stride() == weight.stride()
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_grouped_mm_of_sizes_that_nobody_looked_at() -> None:
+    """Negative ones count as 0, and segments end at the last row."""
+    rows, weight = torch.randn(8, 8).bfloat16(), torch.randn(3, 8, 8).bfloat16()
+    got = grouped_linear(rows, weight, torch.tensor([3, -2, 2**40]))
+    torch.testing.assert_close(got, grouped_linear(rows, weight, torch.tensor([3, 0, 5])), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_grouped_mm_takes_any_strides() -> None:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(16, 40, generator=generator).bfloat16()
+    stack = torch.randn(3, 8, 2, 16, generator=generator).bfloat16()
+    sizes = torch.tensor([5, 2, 6])
+    for rows in (wide[:, :16], wide[:, 3:19], wide[:, ::2][:, :16], wide[:, :1].expand(16, 16), wide[:16, :16].t()):
+        for weight in (
+            stack[:, :, 0],
+            stack[..., 0, :].contiguous().mT.contiguous().mT,
+            stack[:, :, 1].expand(3, 8, 16),
+        ):
+            got = grouped_linear(rows, weight, sizes)
+            expected = grouped_linear(rows.contiguous(), weight.contiguous(), sizes)
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+            assert got.isfinite().all()
+
+
+class Questions(TorchDispatchMode):
+    """Operators that wait for the device, or bring something to the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "_local_scalar_dense" in str(func) or getattr(result, "device", torch.device("cuda")).type == "cpu":
+            self.found.append(str(func))
+        return result
+
+
+def test_nothing_waits_for_a_gpu_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without data, which cannot be read; the derivatives are the same two operators."""
+    monkeypatch.setattr(experts, "_has_grouped_mm", lambda device: True)
+    with FakeTensorMode(), torch.no_grad():  # autograd would ask for the device's streams
+        rows = torch.empty(20, 16, device="cuda", dtype=torch.bfloat16)
+        weight, bias = torch.empty(4, 24, 16, device="cuda", dtype=torch.bfloat16), rows.new_empty(4, 24)
+        sizes = torch.empty(4, device="cuda", dtype=torch.int64)
+        with Questions() as questions:
+            output = experts._grouped_linear_kernel(rows, weight, sizes, bias)
+            grad = experts._grouped_outer_kernel(output, rows, sizes)
+            layer = Experts(4, 16, 24, device="cuda", dtype=torch.bfloat16)
+            layer(rows, sizes)
+    assert questions.found == []
+    assert output.shape == (20, 24)
+    assert grad.shape == (4, 24, 16)
+    with (
+        FakeTensorMode(),
+        torch.no_grad(),
+        Questions() as questions,
+    ):  # the question is a good one: float32 goes by the loop
+        Experts(4, 16, 24, device="cuda")(
+            torch.empty(20, 16, device="cuda"), torch.empty(4, device="cuda", dtype=torch.int64)
+        )
+    assert questions.found

@@ -8,6 +8,9 @@ are padding and are never read. Two operators, closed under differentiation:
     g = grouped_outer(a, b)       g_e = a_e^T b_e         da = grouped_linear(b, dg)     db = grouped_linear(a, dg^T)
 
 Autograd's own way, weight[e] in a loop, would build a gradient of the size of all experts for each.
+
+The sizes are read, and the products are a loop over the experts; but bfloat16 on a CUDA device goes to torch's
+`grouped_mm`, which takes the ends of the segments from the device, so that nothing waits for it.
 """
 
 import itertools
@@ -15,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moeroute import check, memory
@@ -40,8 +44,9 @@ def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int], 
         rows: [R, I], float.
         weight: [E, O, I], the dtype of rows; of any strides, so a weight that is stored as [E, I, O] is
             given as ``weight.transpose(1, 2)``, and its gradient lies as the weight does.
-        sizes: [E] rows of each expert, in order: ints, or an int64 tensor (on another device it is
-            fetched: a synchronisation).
+        sizes: [E] rows of each expert, in order: ints, or an int64 tensor. One on a GPU is fetched, a
+            synchronisation, but not for bfloat16 with I and O that are multiples of 8 (there it is not looked at
+            either: a negative size counts as 0, and segments end at R).
         bias: [E, O], the dtype of rows, or None.
 
     Returns:
@@ -91,7 +96,18 @@ def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int], 
         raise check.wrong_dtype(operator, "bias", f"{rows.dtype}, as rows", bias)
     if sizes.is_meta and not rows.is_meta:
         raise check.wrong_value(operator, "sizes", f"on {rows.device} or the CPU", sizes.device)
-    return _linear(rows, weight, sizes if sizes.is_meta else sizes.cpu(), bias)
+    if not sizes.is_meta and not by_ends(sizes, rows, rows.shape[1], weight.shape[1]):
+        sizes = sizes.cpu()
+    return _linear(rows, weight, sizes, bias)
+
+
+def by_ends(sizes: Tensor, rows: Tensor, *widths: int) -> bool:
+    """Whether the sizes stay on the device: `grouped_mm` takes bfloat16 there, in rows of 16 bytes.
+
+    The derivatives have the same widths, and so the same answer.
+    """
+    on_device = sizes.is_cuda and rows.is_cuda and rows.dtype is torch.bfloat16 and hasattr(F, "grouped_mm")
+    return on_device and all(width % 8 == 0 for width in widths)
 
 
 def check_sizes(operator: str, argument: str, sizes: Any, num_rows: int) -> Tensor:
@@ -147,6 +163,8 @@ def _grouped_linear_kernel(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Te
     else:
         check.shaped(operator, "bias", bias, (weight.shape[0], weight.shape[1]))
         _check_operands(operator, sizes, rows=rows, weight=weight, bias=bias)
+    if by_ends(sizes, rows, rows.shape[1], weight.shape[1]) and _has_grouped_mm(rows.device):
+        return _linear_by_ends(rows, weight, sizes, bias)
     segments = _segments(operator, sizes, rows.shape[0])
     out = memory.empty((rows.shape[0], weight.shape[1]), rows.dtype, rows.device)
     for expert, (start, stop) in enumerate(segments):
@@ -166,6 +184,8 @@ def _grouped_outer_kernel(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
     check.shaped(operator, "right", right, (left.shape[0], None))
     check.shaped(operator, "sizes", sizes, (None,))
     _check_operands(operator, sizes, left=left, right=right)
+    if by_ends(sizes, left, left.shape[1], right.shape[1]) and _has_grouped_mm(left.device):
+        return _outer_by_ends(left, right, sizes)
     segments = _segments(operator, sizes, left.shape[0])
     out = memory.empty((len(segments), left.shape[1], right.shape[1]), left.dtype, left.device)
     for expert, (start, stop) in enumerate(segments):
@@ -174,6 +194,39 @@ def _grouped_outer_kernel(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
         else:
             out[expert].zero_()
     return out
+
+
+def _has_grouped_mm(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _linear_by_ends(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None) -> Tensor:
+    ends = _ends(sizes, rows.shape[0])
+    out = F.grouped_mm(_aligned(rows), _aligned(weight).transpose(1, 2), offs=ends)
+    # The expert of each row; one more, for the rows behind the last segment, which are left as they were.
+    expert = torch.searchsorted(ends, torch.arange(rows.shape[0], dtype=torch.int32, device=ends.device), right=True)
+    if bias is not None:
+        out = out + F.pad(bias, (0, 0, 0, 1)).index_select(0, expert)
+    return out.masked_fill_((expert == sizes.shape[0]).unsqueeze(1), 0)
+
+
+def _outer_by_ends(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    return F.grouped_mm(_aligned(left).t(), _aligned(right), offs=_ends(sizes, left.shape[0]))
+
+
+def _ends(sizes: Tensor, num_rows: int) -> Tensor:
+    """int32, ascending and inside the rows, whatever the sizes."""
+    return sizes.clamp(0, num_rows).cumsum(0).clamp(max=num_rows).to(torch.int32)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Rows or columns next to each other, and 16 bytes from one to the next and at the start."""
+    *batch, height, width = tensor.stride()
+    line = width if height == 1 else height
+    fits = 1 in (height, width) and line > 1
+    if fits and all(stride % 8 == 0 for stride in (*batch, line, tensor.storage_offset())):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -191,7 +244,8 @@ def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Ten
     elif needs_weight:
         grad_weight = _outer(grad, rows, sizes)
     if needs_bias:
-        grad_bias = _outer(grad, grad.new_ones(grad.shape[0], 1), sizes).squeeze(2)
+        # Eight columns of ones, since a row of one is too short for `grouped_mm`.
+        grad_bias = _outer(grad, grad.new_ones(grad.shape[0], 8), sizes)[..., 0]
     return grad_rows, grad_weight, None, grad_bias
 
 

@@ -68,10 +68,13 @@ GOOD: dict[str, dict[str, Any]] = {
     "gating_topk_backward": {
         "scores": LOGITS.sigmoid(), "grad_weights": WEIGHTS, "expert_ids": IDS, "grad_scores": LOGITS,
         "score": "sigmoid", "renormalize": True, "scaling_factor": 1.0, "eps": 1e-20, "out_dtype": torch.float32},
-    "plan_expert_ids": {"expert_ids": IDS, "weights": None, "num_experts": E, **SEGMENTS, **NOTHING_GIVEN},
+    "plan_expert_ids": {"expert_ids": IDS, "weights": None, "num_experts": E, **SEGMENTS, **NOTHING_GIVEN, "by_choice": False},
     "plan_expert_ids, all": {
         "expert_ids": IDS, "weights": WEIGHTS, "num_experts": E, **SEGMENTS, "capacity": 2, "segment": 3, "align": 3,
-        "num_rows": 8, "check": True},
+        "num_rows": 8, "by_choice": False, "check": True},
+    "plan_expert_ids, by choice": {
+        "expert_ids": IDS, "weights": WEIGHTS, "num_experts": E, **SEGMENTS, **NOTHING_GIVEN, "capacity": 1,
+        "by_choice": True},
     "plan_any_ids": {"expert_ids": IDS, "num_rows": None, "check": False},
     "plan_routing_map": {
         "routing_map": MAP, "weights": None, **SEGMENTS, "topk": None, "fill": False, **NOTHING_GIVEN,

@@ -146,6 +146,8 @@ def plan_checks(num_tokens: int, experts: int, topk: int, seed: int) -> Iterator
         {"expert_range": (1, experts - 1)},
         {"capacity": capacity},
         {"capacity": capacity, "drop": "weight", "weights": weights},
+        {"capacity": capacity, "drop": "choice"},
+        {"capacity": capacity, "drop": "choice", "weights": weights, "expert_range": (1, experts)},
         {"capacity": capacity, "pad_to_capacity": True},
         {"align": 8},
         {"num_rows": num_tokens * topk},

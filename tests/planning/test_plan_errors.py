@@ -185,7 +185,7 @@ SHAPE_OF_ROWS = "row_of_slot must be [T, K] or [T * K] with T = num_tokens = 2"
         (bad_ids(capacity=-1), V, f"capacity must be in 0..{LIMIT}; got -1"),
         (bad_ids(capacity=1.5), T, "capacity must be an int; got float"),
         (bad_ids(capacity=True), T, "capacity must be an int; got bool"),
-        (bad_ids(drop="bogus"), V, "drop must be one of 'position', 'weight'; got 'bogus'"),
+        (bad_ids(drop="bogus"), V, "drop must be one of 'position', 'weight', 'choice'; got 'bogus'"),
         (bad_ids(capacity=1, drop="weight"), V, "weights must be given with drop='weight'; got None"),
         (bad_ids(weights=[1.0]), T, "weights must be a torch.Tensor; got list"),
         (bad_ids(weights=IDS), T, "weights must be float32, float16, bfloat16 or float64; got torch.int64"),

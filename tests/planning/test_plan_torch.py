@@ -33,8 +33,9 @@ def test_opcheck(backend: str, empty: bool) -> None:
     flat, num_tokens = ids.reshape(-1), ids.shape[0]
     lines = row_id_map(plan_from_routing_map(routing_map, backend="reference"), backend="reference")
     cases = [
-        (ops.plan_expert_ids, (ids, None, 3, 0, 3, None, None, 1, None, False, backend)),
-        (ops.plan_expert_ids, (ids.int(), weights, 3, 1, 3, 1, 2, 2, 5, True, backend)),
+        (ops.plan_expert_ids, (ids, None, 3, 0, 3, None, None, 1, None, False, False, backend)),
+        (ops.plan_expert_ids, (ids.int(), weights, 3, 1, 3, 1, 2, 2, 5, False, True, backend)),
+        (ops.plan_expert_ids, (ids, weights, 3, 0, 3, 1, None, 1, None, True, False, backend)),
         (ops.plan_any_ids, (ids, None, False, backend)),
         (ops.plan_routing_map, (routing_map, None, 0, 3, None, False, None, None, 1, None, None, False, backend)),
         (ops.plan_routing_map, (routing_map, map_weights, 0, 3, 2, False, 1, None, 4, None, None, False, backend)),
@@ -65,6 +66,8 @@ def every_constructor(ids: Tensor, routing_map: Tensor, backend: str | None) -> 
     yield plan_from_expert_ids(
         ids, 4, expert_range=(1, 3), capacity=capacity, drop="weight", weights=weights, backend=backend
     )
+    yield plan_from_expert_ids(ids, 4, capacity=1, drop="choice", check=True, backend=backend)
+    yield plan_from_expert_ids(ids, 4, capacity=capacity, drop="choice", weights=weights, align=2, backend=backend)
     yield plan_from_expert_ids(ids, None, backend=backend)
     yield plan_from_row_of_slot(plan.row_of_slot, num_tokens, plan.num_rows, backend=backend)
     yield plan_from_token_ids(plan.token_of_row, num_tokens, num_rows=plan.num_rows, backend=backend)

@@ -60,9 +60,10 @@ def plan_from_expert_ids(
             then has hi - lo entries.
         capacity: most rows of an expert. The other slots become -1.
         drop: the slots that stay under a capacity. "position": the first ones; "weight": those with the largest
-            `weights` (NaN is the largest, -0 equals +0, of equal ones the smaller slot stays), in slot order all the
-            same.
-        weights: [T, K], for drop="weight"; float64 needs the reference backend.
+            `weights` (NaN is the largest, -0 equals +0, of equal ones the smaller slot stays); "choice": the first ones
+            by k, then by token, so that all first choices come before any second one, and with `weights` by k, then
+            by the token's largest weight ("batch-prioritised"). Rows are in slot order all the same.
+        weights: [T, K], for drop="weight" and, if wanted, "choice"; float64 needs the reference backend.
         pad_to_capacity: every expert has exactly `capacity` rows, rounded up to `align`.
         align: each expert's rows are padded to a multiple of it; an expert without rows stays without.
         num_rows: R. None: as many as the slots need, one integer read back (a synchronisation on a GPU, a
@@ -80,6 +81,10 @@ def plan_from_expert_ids(
         ValueError: a wrong shape or value, among them more than 2^31 - 1 slots or rows.
         TypeError: a wrong type or dtype.
 
+    Who drops how: Switch Transformer (K = 1) and Megatron's `drop_policy="position"` by "position"; Megatron's
+    `drop_policy="probs"` by "weight"; GShard, DeepSpeed's top-2 gate, Tutel and NLLB by "choice", and with their
+    `batch_prioritized_routing`, as V-MoE, by "choice" with weights.
+
     In torch: `slot_of_row = argsort(expert_ids.flatten(), stable=True)`, `row_of_slot = argsort(slot_of_row)`,
     `tokens_per_expert = bincount(expert_ids.flatten(), minlength=num_experts)`.
 
@@ -93,6 +98,9 @@ def plan_from_expert_ids(
     >>> weights = torch.tensor([[0.5, 0.5], [0.4, 0.6], [0.9, 0.1]])
     >>> plan_from_expert_ids(ids, 3, capacity=1, drop="weight", weights=weights).row_of_slot.tolist()
     [-1, 2, -1, 1, 0, -1]
+    >>> swapped = torch.tensor([[0, 1], [1, 0], [1, 2]])
+    >>> plan_from_expert_ids(swapped, 3, capacity=1, drop="choice").row_of_slot.tolist()
+    [0, -1, 1, -1, -1, 2]
 
     >>> plan_from_expert_ids(ids, 3, capacity=2, pad_to_capacity=True, align=3).slot_of_row.tolist()
     [2, 4, -1, 0, 3, -1, 1, 5, -1]
@@ -121,9 +129,10 @@ def plan_from_expert_ids(
 
     if weights is not None:
         weights = deciding_weights(operator, weights, "expert_ids", expert_ids, (num_tokens, topk))
+    by_choice = drop == "choice" and capacity is not None
     if capacity is None or drop == "position":
         weights = None
-    elif weights is None:
+    elif weights is None and not by_choice:
         raise checks.wrong_value(operator, "weights", "given with drop='weight'", None)
     dtype = None if weights is None else weights.dtype
     chosen = dispatch.choose(operator, backend, expert_ids.device, dtype)
@@ -133,6 +142,8 @@ def plan_from_expert_ids(
     if out is not None or dispatch.plain(expert_ids, weights):
         if check:
             _refuse_ids(expert_ids, num_experts)
+        if by_choice:
+            expert_ids, weights = _first_choices(expert_ids, weights, first, last, capacity, chosen), None
         row_of_slot, slot_of_row, tokens, rows = dispatch.module("planning", chosen).plan_expert_ids(
             expert_ids, weights, first, last, capacity, segment, align, num_rows, out=into
         )
@@ -140,7 +151,18 @@ def plan_from_expert_ids(
             hand_over(row_of_slot, out)
     else:
         row_of_slot, slot_of_row, tokens, rows = _plan_expert_ids(
-            expert_ids, weights, num_experts, first, last, capacity, segment, align, num_rows, check, chosen
+            expert_ids,
+            weights,
+            num_experts,
+            first,
+            last,
+            capacity,
+            segment,
+            align,
+            num_rows,
+            by_choice,
+            check,
+            chosen,
         )
     padded = segment is not None or align > 1
     return make_plan(
@@ -231,7 +253,7 @@ def _ids_options(
     operator = "plan_from_expert_ids"
     num_rows = optional_integer(operator, "num_rows", num_rows)
     checks.integer(operator, "align", align, 1, LARGEST)
-    checks.one_of(operator, "drop", drop, DROPS)
+    checks.one_of(operator, "drop", drop, (*DROPS, "choice"))
     capacity = optional_integer(operator, "capacity", capacity)
     pad = checks.flag(operator, "pad_to_capacity", pad)
     checks.flag(operator, "check", check)
@@ -265,6 +287,31 @@ def _refuse_ids(ids: Tensor, num_experts: int | None) -> None:
         raise checks.wrong_value("plan_from_expert_ids", "expert_ids", wanted, got)
 
 
+# ---------------------------------------------------------------------------- drop by choice
+
+
+def _first_choices(
+    ids: Tensor, weights: Tensor | None, first: int, last: int, capacity: int | None, backend: str
+) -> Tensor:
+    """The ids of the slots that stay, -1 for the others: by position, where slots are numbered choice by choice."""
+    if ids.numel() == 0:
+        return ids
+    table = ids.view(ids.shape[0], -1)
+    by_choice = table.t()
+    order = None
+    if weights is not None:
+        heaviest = weights.view(table.shape).amax(dim=1) + 0.0  # NaN if any is, and NaN comes first; -0 is +0
+        order = torch.argsort(heaviest, descending=True, stable=True)
+        by_choice = by_choice[:, order]
+    rows = dispatch.module("planning", backend).plan_expert_ids(
+        by_choice.contiguous(), None, first, last, capacity, None, 1, ids.numel()
+    )[0]
+    stays = (rows >= 0).view(by_choice.shape)
+    if order is not None:
+        stays = torch.empty_like(stays).index_copy_(1, order, stays)
+    return torch.where(stays.t(), table, -1).contiguous().view(ids.shape)
+
+
 # ---------------------------------------------------------------------------- registration
 
 
@@ -278,11 +325,14 @@ def _ids_operator(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    by_choice: bool,
     check: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if check:
         _refuse_ids(expert_ids, num_experts)
+    if by_choice:
+        expert_ids, weights = _first_choices(expert_ids, weights, first_expert, last_expert, capacity, backend), None
     row_of_slot, slot_of_row, tokens, rows = dispatch.module("planning", backend).plan_expert_ids(
         expert_ids, weights, first_expert, last_expert, capacity, segment, align, num_rows
     )
@@ -308,6 +358,7 @@ def _registered_expert_ids(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    by_choice: bool,
     check: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -317,7 +368,18 @@ def _registered_expert_ids(
     check_segments(operator, first_expert, last_expert, num_experts, capacity, segment, align, num_rows)
     dispatch.choose(operator, backend, expert_ids.device, None if weights is None else weights.dtype)
     return _ids_operator(
-        expert_ids, weights, num_experts, first_expert, last_expert, capacity, segment, align, num_rows, check, backend
+        expert_ids,
+        weights,
+        num_experts,
+        first_expert,
+        last_expert,
+        capacity,
+        segment,
+        align,
+        num_rows,
+        by_choice,
+        check,
+        backend,
     )
 
 
@@ -339,6 +401,7 @@ def _ids_fake(
     segment: int | None,
     align: int,
     num_rows: int | None,
+    by_choice: bool,
     check: bool,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -357,8 +420,8 @@ def _any_ids_fake(expert_ids: Tensor, num_rows: int | None, check: bool, backend
 
 _plan_expert_ids = register(
     "plan_expert_ids(Tensor expert_ids, Tensor? weights, SymInt num_experts, SymInt first_expert, SymInt last_expert,"
-    " SymInt? capacity, SymInt? segment, SymInt align, SymInt? num_rows, bool check, str backend)"
-    " -> (Tensor row_of_slot, Tensor slot_of_row, Tensor tokens_per_expert, Tensor rows_per_expert)",
+    " SymInt? capacity, SymInt? segment, SymInt align, SymInt? num_rows, bool by_choice, bool check,"
+    " str backend) -> (Tensor row_of_slot, Tensor slot_of_row, Tensor tokens_per_expert, Tensor rows_per_expert)",
     _registered_expert_ids,
     _ids_fake,
 )

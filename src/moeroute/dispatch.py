@@ -102,7 +102,7 @@ def _triton_refuses(device: torch.device) -> str | None:
 
 
 # A table, not functools.cache: torch.compile warns of that and traces into importlib. What triton can do is
-# found out when somebody asks: looking for devices wakes them.
+# found out on the first question: looking for devices wakes them.
 _reasons = {"reference": None, "cpu": _cpu_reason()}
 
 
@@ -183,7 +183,7 @@ def implementation(room: str, operator: str, backend: str | None, tensor: Tensor
 def plain(*tensors: Tensor | None, profiler: bool = True) -> bool:
     """True where a verb may call its launcher directly: 9 µs a call instead of 14, 32 with gradients.
 
-    That is: nobody records (autograd, forward AD, functorch, torch.jit.trace), nobody watches (dispatch and
+    That is: nothing records (autograd, forward AD, functorch, torch.jit.trace), nothing watches (dispatch and
     function modes, torch.compile, the profiler unless `profiler` is False) and all tensors are ordinary ones. A
     tensor that torch negates lazily is none: the dispatcher negates it.
     """
@@ -203,7 +203,7 @@ def plain(*tensors: Tensor | None, profiler: bool = True) -> bool:
 
 
 def direct(operator: str, argument: str, *tensors: Tensor | None) -> None:
-    """Refuse what has no registered operator (`out`, `init`, `bias`) where somebody records or watches."""
+    """Refuse what has no registered operator (`out`, `init`, `bias`) where torch records or watches."""
     recording = _grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if recording and not _compiling():
         raise check.wrong_value(

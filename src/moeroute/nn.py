@@ -353,14 +353,25 @@ class MoE(nn.Module):
     """Router, `num_experts` SwiGLU experts of which each token takes `k`, and maybe a shared expert.
 
     Args:
-        hidden_size, intermediate_size, num_experts, k: the sizes.
-        score ... eps: the gating, see `gating_topk`; expert_bias: see `Router`.
+        hidden_size: H.
+        intermediate_size: of each expert.
+        num_experts: E.
+        k: experts per token.
+        score: see `gating_topk`.
+        expert_bias: see `Router`.
+        num_groups: see `gating_topk`.
+        topk_groups: see `gating_topk`.
+        group_score: see `gating_topk`.
+        renormalize: see `gating_topk`.
+        scaling_factor: see `gating_topk`.
+        eps: see `gating_topk`.
         capacity_factor: an expert takes at most ceil(T * k * factor / num_experts) slots of a call with T tokens
             (padding included); those over it are dropped, their share of the output is 0. None: no limit.
         drop: which slots are dropped, "position" (the last tokens) or "weight" (the smallest weights).
         align: rows of each expert are padded with zeros to a multiple of it.
         shared_expert: a module [T, hidden] -> [T, hidden] whose output is added, `SwiGLU` for instance.
-        device, dtype: of the parameters (not of ``shared_expert``, which comes built).
+        device: of the parameters (not of ``shared_expert``, which comes built).
+        dtype: of the parameters.
         backend: of the routing operators.
 
     Weights start as normal(0, 0.02), the Hugging Face default. The rows per expert are read

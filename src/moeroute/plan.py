@@ -339,7 +339,7 @@ def _tensors(plan: RoutingPlan) -> PlanTensors:
 
 
 def expect_plan(operator: str, plan: Any) -> None:
-    """A plan whose index tensors have their sizes still: somebody may have resized one since it was checked."""
+    """A plan whose index tensors still have their sizes: one may have been resized since it was checked."""
     if not isinstance(plan, RoutingPlan):
         raise check.wrong_type(operator, "plan", "a moeroute.RoutingPlan", plan)
     slots, offsets, experts = plan.row_of_slot.numel(), plan.slot_offsets, plan.expert_of_slot
@@ -354,7 +354,7 @@ def expect_plan(operator: str, plan: Any) -> None:
 
 
 def given_plan(operator: str, plan: PlanTensors, num_rows: int | None, like: Tensor) -> PlanTensors:
-    """The tensors that somebody gave a registered operator: of the right sizes, contiguous, on the device of `like`.
+    """The tensors given to a registered operator: of the right sizes, contiguous, on the device of `like`.
 
     num_rows: how many rows the operator reads; None where the plan says it.
     """

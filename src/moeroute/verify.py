@@ -2,7 +2,7 @@
 
 A check is a name and a function of (backend, device) whose result comes back to the CPU. Inputs are
 made on the CPU from a seed, so all devices get the same ones: small, with odd sizes, ties, NaN,
-infinities, denormal numbers, empty slots and ids of nobody.
+infinities, denormal numbers, empty slots and ids of no expert.
 """
 
 import contextlib
@@ -138,7 +138,7 @@ def plan_checks(num_tokens: int, experts: int, topk: int, seed: int) -> Iterator
     """Every constructor of plans, with its options."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, experts + 1, (num_tokens, topk), generator=generator)
-    ids[0, :] = 2**40  # nobody's
+    ids[0, :] = 2**40  # no expert's
     weights = _spoil(torch.rand(num_tokens, topk, generator=generator), generator)
     capacity = max(num_tokens * topk // experts, 1)
     by_ids: tuple[dict[str, Any], ...] = (

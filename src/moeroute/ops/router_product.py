@@ -40,7 +40,7 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 
 def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients choose nobody: torch's products in torch's precision."""
+    """Gradients choose no experts: torch's products in torch's precision."""
     tokens, weight = ctx.saved_tensors
     grad_tokens = grad_weight = None
     with torch._C._DisableAutocast():

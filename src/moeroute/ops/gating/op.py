@@ -406,7 +406,7 @@ def _check_renormalize(operator: str, renormalize: Any, score: Any) -> bool:
 def _check_out(
     operator: str, argument: str, out: Any, shape: tuple[int, ...], dtype: torch.dtype, *inputs: Tensor | None
 ) -> None:
-    """A buffer of the caller's: whole rows, wherever they lie, and nobody else's memory."""
+    """A buffer of the caller's: whole rows, anywhere, that share no memory with an input."""
     check.buffer(operator, argument, out, shape, dtype)
     if shape[1] > 1 and out.stride(1) != 1:
         raise check.wrong_value(operator, argument, "a tensor with contiguous rows", f"strides {out.stride()}")

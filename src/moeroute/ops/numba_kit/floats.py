@@ -30,7 +30,7 @@ def set_mode(builder, mode):
 def exact_floats(typingctx):
     """From here on this thread rounds to nearest even and keeps subnormal numbers; returns how it was before.
 
-    Somebody may have set another mode in it, `torch.set_flush_denormal(True)` say.
+    The thread may have another mode, set by `torch.set_flush_denormal(True)` for example.
     """
 
     def codegen(context, builder, sig, args):

@@ -157,7 +157,7 @@ def in_every_lane(type_, number):
 
 @functools.cache
 def converts_halves() -> bool:
-    """Whether the processor has instructions for it: elsewhere LLVM calls functions that nobody provides."""
+    """Whether the processor has instructions for it; elsewhere LLVM calls functions that do not exist."""
     triple, cpu, features = cpu_target.target_context.codegen().magic_tuple()
     machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
     text = "define float @widen(half %x) { %y = fpext half %x to float ret float %y }"

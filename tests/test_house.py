@@ -45,6 +45,7 @@ FLOORS = (
         "ops.normalize",
         "ops.replicas",
         "ops.router_product",
+        "ops.sinkhorn",
     ),
     *((f"ops.{room}.*", f"ops.{room}.op") for room in ROOMS),
     ("permutation", "ops.balance", "ops.special_experts"),
@@ -285,7 +286,7 @@ FUNCTIONS = (
     "permute_weights", "permute_weights_backward", "plan_from_chunks", "plan_from_expert_ids",
     "plan_from_routing_map", "plan_from_row_id_map", "plan_from_row_of_slot", "plan_from_segments",
     "plan_from_token_ids", "quantize",
-    "router_z_loss", "routing_map_from_ids", "routing_map_of", "row_dots", "row_id_map", "set_memory_pool", "slot_weights",
+    "router_z_loss", "routing_map_from_ids", "routing_map_of", "row_dots", "row_id_map", "set_memory_pool", "sinkhorn", "slot_weights",
     "spread", "spread_quantized", "unpermute",
     "unpermute_backward", "update_expert_bias",
 )  # fmt: skip

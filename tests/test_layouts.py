@@ -258,6 +258,7 @@ def calls(sizes: str) -> dict[str, Call]:
             {"scores": scores, "tokens_per_expert": plan.tokens_per_expert, "num_experts": E, "topk": K,
              "num_tokens": T, "padding_mask": mask},
             {"scores": FLOATS, "tokens_per_expert": (*INTEGERS, *FLOATS)}),
+        "sinkhorn": (moeroute.sinkhorn, {"scores": scores}, {"scores": FLOATS}),
         "normalize_scores": (moeroute.normalize_scores,
             {"scores": scores, "padding_mask": mask}, {"scores": FLOATS}),
         "router_z_loss": (moeroute.router_z_loss,
@@ -271,6 +272,7 @@ def calls(sizes: str) -> dict[str, Call]:
 
 
 NO_BACKEND = (
+    "sinkhorn",
     "load_balancing_loss, sequences",
     "load_balancing_loss_from_counts",
     "normalize_scores",
@@ -282,6 +284,7 @@ NO_BACKEND = (
 )
 # torch computes these, whose sums and products may have another order for other strides.
 BY_TORCH = {
+    "sinkhorn",
     "balance_statistics",
     "load_balancing_loss",
     "load_balancing_loss, sequences",

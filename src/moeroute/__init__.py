@@ -49,6 +49,7 @@ from moeroute.ops.normalize import normalize_scores
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
 from moeroute.ops.quantization.op import dynamic_quantize, quantize, spread_quantized
 from moeroute.ops.rows.op import combine, row_dots, spread
+from moeroute.ops.sinkhorn import sinkhorn
 from moeroute.ops.weights.op import dense_weights, routing_map_from_ids, routing_map_of, slot_weights
 from moeroute.permutation import (
     permute,
@@ -95,6 +96,7 @@ __all__ = [
     "row_dots",
     "row_id_map",
     "set_memory_pool",
+    "sinkhorn",
     "slot_weights",
     "spread",
     "spread_quantized",

@@ -159,6 +159,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "load_balancing_loss_from_counts": (moeroute.load_balancing_loss_from_counts, {
         "scores": GATING.scores, "tokens_per_expert": PLAN.tokens_per_expert, "num_experts": E, "topk": K,
         "num_tokens": T, "coefficient": 1.0, "padding_mask": MASK}),
+    "look_up_expert_ids": (moeroute.look_up_expert_ids, {"keys": IDS[:, 0], "table": IDS}),
     "sinkhorn": (moeroute.sinkhorn, {"scores": LOGITS, "tolerance": 1e-4}),
     "normalize_scores": (moeroute.normalize_scores, {"scores": GATING.scores, "eps": 1e-20, "padding_mask": MASK}),
     "router_z_loss": (moeroute.router_z_loss, {"logits": LOGITS, "padding_mask": MASK}),

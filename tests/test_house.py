@@ -282,7 +282,7 @@ def test_all_implementations_offer_the_same(room: str, file: str) -> None:
 
 FUNCTIONS = (
     "balance_statistics", "capacity_from_factor", "combine", "dense_weights", "dynamic_quantize", "empty_cache",
-    "gating_topk", "gating_topk_backward", "load_balancing_loss", "load_balancing_loss_from_counts", "memory_stats", "normalize_scores", "permute", "permute_backward",
+    "gating_topk", "gating_topk_backward", "load_balancing_loss", "load_balancing_loss_from_counts", "look_up_expert_ids", "memory_stats", "normalize_scores", "permute", "permute_backward",
     "permute_weights", "permute_weights_backward", "plan_from_chunks", "plan_from_expert_ids",
     "plan_from_routing_map", "plan_from_row_id_map", "plan_from_row_of_slot", "plan_from_segments",
     "plan_from_token_ids", "quantize",

@@ -258,6 +258,8 @@ def calls(sizes: str) -> dict[str, Call]:
             {"scores": scores, "tokens_per_expert": plan.tokens_per_expert, "num_experts": E, "topk": K,
              "num_tokens": T, "padding_mask": mask},
             {"scores": FLOATS, "tokens_per_expert": (*INTEGERS, *FLOATS)}),
+        "look_up_expert_ids": (moeroute.look_up_expert_ids,
+            {"keys": torch.arange(T) - 1, "table": ids}, {"keys": INTEGERS, "table": INTEGERS}),
         "sinkhorn": (moeroute.sinkhorn, {"scores": scores}, {"scores": FLOATS}),
         "normalize_scores": (moeroute.normalize_scores,
             {"scores": scores, "padding_mask": mask}, {"scores": FLOATS}),
@@ -272,6 +274,7 @@ def calls(sizes: str) -> dict[str, Call]:
 
 
 NO_BACKEND = (
+    "look_up_expert_ids",
     "sinkhorn",
     "load_balancing_loss, sequences",
     "load_balancing_loss_from_counts",

@@ -35,6 +35,7 @@ from moeroute.ops.gating.op import (
     Gating,
     gating_topk,
     gating_topk_backward,
+    look_up_expert_ids,
 )
 from moeroute.ops.indices.op import (
     plan_from_chunks,
@@ -76,6 +77,7 @@ __all__ = [
     "gating_topk_backward",
     "load_balancing_loss",
     "load_balancing_loss_from_counts",
+    "look_up_expert_ids",
     "memory_stats",
     "normalize_scores",
     "permute",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gating_by_hand import FLOATS, GROUPED, HALVES, INF, NAN, SCORES, by_hand, exact, random_logits
-from moeroute import dtypes, gating_topk, gating_topk_backward
+from moeroute import dtypes, gating_topk, gating_topk_backward, look_up_expert_ids
 from moeroute.ops.gating import reference
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 from strategies import BACKENDS
@@ -328,6 +328,39 @@ def test_a_bias_asks_for_no_gradient(backend: str) -> None:
     found = gating_topk(torch.ones(2, 4), 2, score="sigmoid", bias=bias, backend=backend)
     assert not found.weights.requires_grad
     assert not found.scores.requires_grad
+
+
+# ---------------------------------------------------------------------------- hash routing
+
+
+@pytest.mark.parametrize("dtype", dtypes.INTEGERS)
+def test_hash_routing(dtype: torch.dtype, backend: str) -> None:
+    table = torch.tensor([[3, 0], [1, 2], [0, 1]]).to(dtype)
+    keys = torch.tensor([2, 0, 99, 1]).to(dtype)
+    ids = look_up_expert_ids(keys, table)
+    assert ids.dtype is (dtype if dtype.is_signed else torch.int64)
+    assert ids.tolist() == [[0, 1], [3, 0], [-1, -1], [1, 2]]
+    logits = random_logits(4, 4).requires_grad_()
+    found = gating_topk(logits, 2, score="sigmoid", expert_ids=ids, backend=backend)
+    assert found.expert_ids.tolist() == ids.tolist()
+    live = [0, 1, 3]
+    assert_close_to_exact(found.weights[live], exact(logits, ids.long(), "sigmoid", True)[0][live])
+    (grad,) = torch.autograd.grad(found.weights[:, 0].sum(), logits)
+    assert ((grad != 0).sum(1) == torch.tensor([2, 2, 0, 2])).all()
+
+
+def test_hash_routing_of_keys_out_of_range() -> None:
+    table = torch.tensor([[3, 0], [1, 2]])
+    keys = torch.tensor([-1, 2, 2**40, -(2**63), 1])
+    assert look_up_expert_ids(keys, table).tolist() == [[-1, -1]] * 4 + [[1, 2]]
+    assert look_up_expert_ids(keys, table[:0]).tolist() == [[-1, -1]] * 5
+    assert look_up_expert_ids(keys[:0], table).shape == (0, 2)
+    compiled = torch.compile(look_up_expert_ids, fullgraph=True)
+    assert_same_bits(compiled(keys, table), look_up_expert_ids(keys, table))
+    with pytest.raises(ValueError, match=r"look_up_expert_ids: keys must be of shape \[\*\]; got shape \[1, 2\]"):
+        look_up_expert_ids(keys[None, :2], table)
+    with pytest.raises(TypeError, match=r"look_up_expert_ids: table must be of an integer dtype; got torch\.float32"):
+        look_up_expert_ids(keys, table.float())
 
 
 # ---------------------------------------------------------------------------- replay

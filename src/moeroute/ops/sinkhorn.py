@@ -35,12 +35,12 @@ def sinkhorn(scores: Tensor, *, tolerance: float = 1e-4) -> Tensor:
     Choice and weights, as in Megatron-Core's router, whose weights in training are those of the logits:
 
     >>> import torch, moeroute
-    >>> logits = torch.tensor([[100.0, 0.0], [2.0, 1.0], [2.0, 0.0], [2.0, 1.0]])
+    >>> logits = torch.tensor([[100.0, 0.0], [2.0, 0.0], [1.0, 0.0], [0.5, 0.0]])
     >>> moeroute.gating_topk(logits, 1).expert_ids.flatten().tolist()
     [0, 0, 0, 0]
     >>> ids = moeroute.gating_topk(moeroute.sinkhorn(logits), 1, score="none").expert_ids
     >>> ids.flatten().tolist()
-    [0, 1, 0, 1]
+    [0, 0, 1, 1]
     >>> moeroute.gating_topk(logits, 1, score="sigmoid", renormalize=False, expert_ids=ids).weights.shape
     torch.Size([4, 1])
     """

@@ -46,6 +46,7 @@ FLOORS = (
         "ops.replicas",
         "ops.router_product",
         "ops.sinkhorn",
+        "ops.hash_routing",
     ),
     *((f"ops.{room}.*", f"ops.{room}.op") for room in ROOMS),
     ("permutation", "ops.balance", "ops.special_experts"),

@@ -35,8 +35,8 @@ from moeroute.ops.gating.op import (
     Gating,
     gating_topk,
     gating_topk_backward,
-    look_up_expert_ids,
 )
+from moeroute.ops.hash_routing import look_up_expert_ids
 from moeroute.ops.indices.op import (
     plan_from_chunks,
     plan_from_row_id_map,

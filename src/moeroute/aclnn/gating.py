@@ -30,8 +30,9 @@ from moeroute.aclnn.core import (
     wrong_shape,
     zero_filled,
 )
-from moeroute.ops.gating.op import gating_topk, gating_topk_backward, look_up_expert_ids
+from moeroute.ops.gating.op import gating_topk, gating_topk_backward
 from moeroute.ops.group_topk import topk_in_groups
+from moeroute.ops.hash_routing import look_up_expert_ids
 from moeroute.ops.replicas import instances_of_slots
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max

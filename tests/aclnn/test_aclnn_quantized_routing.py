@@ -417,3 +417,13 @@ def test_v3_of_rows_without_columns() -> None:
     same(indices, [1, 0])
     same(counts, [1, 1])
     same(scales, [0.0, 0.0])
+
+
+def test_v3_dynamic_of_tokens_that_choose_nobody() -> None:
+    """No slots, but rows for each expert, and a factor for each: zeros."""
+    rows, _, counts, scales = v3(
+        f32(XD), torch.zeros(3, 0, dtype=torch.int32), ones(2, 4), num_experts=2, quant=1, drop=1, capacity=1
+    )
+    same(rows, [[0] * 4] * 2)
+    same(counts, [0, 0])
+    same(scales, [0.0, 0.0])

@@ -17,7 +17,8 @@ import torch
 from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.core.registry import cpu_target
-from numba.extending import NativeValue, intrinsic, models, overload, register_model, unbox
+from numba.core.typing.templates import AbstractTemplate, infer_global, signature
+from numba.extending import NativeValue, intrinsic, lower_builtin, models, register_model, unbox
 
 LANES = 64
 ALIGNMENT = 64  # bytes a streaming store needs: a cache line, one AVX-512 register
@@ -244,36 +245,38 @@ def _element_type(pointer: Pointer) -> types.Type:
     return getattr(types, pointer.kind)
 
 
-@intrinsic
-def _get(typingctx, pointer, index):
-    def codegen(context, builder, sig, args):
-        kind = sig.args[0].kind
-        return widened(builder, kind, builder.load(element_address(builder, *args, STORAGE[kind])))
-
-    return _element_type(pointer)(pointer, types.int64), codegen
+# By templates and not by `overload`, for which Numba compiles a small function for each kind of pointer and index.
 
 
-@intrinsic
-def _set(typingctx, pointer, index, value):
-    def codegen(context, builder, sig, args):
-        kind = sig.args[0].kind
-        address = element_address(builder, args[0], args[1], STORAGE[kind])
-        builder.store(narrowed_to(builder, kind, args[2]), address)
-        return context.get_dummy_value()
-
-    return types.void(pointer, types.int64, _element_type(pointer)), codegen
+@infer_global(operator.getitem)
+class PointerGetItem(AbstractTemplate):
+    def generic(self, args, kws):
+        pointer, index = args
+        if isinstance(pointer, Pointer) and isinstance(index, types.Integer):
+            return signature(_element_type(pointer), pointer, types.int64)
+        return None
 
 
-@overload(operator.getitem)
-def pointer_getitem(pointer, index):
-    if isinstance(pointer, Pointer):
-        return lambda pointer, index: _get(pointer, index)
+@lower_builtin(operator.getitem, Pointer, types.Integer)
+def pointer_getitem(context, builder, sig, args):
+    kind = sig.args[0].kind
+    return widened(builder, kind, builder.load(element_address(builder, *args, STORAGE[kind])))
 
 
-@overload(operator.setitem)
-def pointer_setitem(pointer, index, value):
-    if isinstance(pointer, Pointer):
-        return lambda pointer, index, value: _set(pointer, index, value)
+@infer_global(operator.setitem)
+class PointerSetItem(AbstractTemplate):
+    def generic(self, args, kws):
+        pointer, index, value = args
+        if isinstance(pointer, Pointer) and isinstance(index, types.Integer) and isinstance(value, types.Number):
+            return signature(types.void, pointer, types.int64, _element_type(pointer))
+        return None
+
+
+@lower_builtin(operator.setitem, Pointer, types.Integer, types.Number)
+def pointer_setitem(context, builder, sig, args):
+    kind = sig.args[0].kind
+    builder.store(narrowed_to(builder, kind, args[2]), element_address(builder, args[0], args[1], STORAGE[kind]))
+    return context.get_dummy_value()
 
 
 @intrinsic

@@ -211,7 +211,7 @@ def dynamic_quantize(
         num_experts=0 if smooth is None else smooth.shape[0],
         hidden=hidden,
         out_stride=target.stride(0),
-        streaming=past_caches(target),
+        streaming=past_caches(target.data_ptr(), target.stride(0), target.numel()),
     )
     return layout.finish(target, out[0]), layout.finish(scales, out[1])
 
@@ -231,7 +231,7 @@ def quantize(rows: Tensor, scale: Tensor, offset: Tensor, *, out: Tensor | None 
         offset=offset.data_ptr(),
         hidden=hidden,
         out_stride=target.stride(0),
-        streaming=past_caches(target),
+        streaming=past_caches(target.data_ptr(), target.stride(0), target.numel()),
     )
     return layout.finish(target, out)
 
@@ -246,24 +246,23 @@ def spread_quantized(
 ) -> tuple[Tensor, Tensor]:
     """Allocates the [R, H] and [R] results, or writes what `out` has of them, of any strides."""
     x, smooth = layout.rows(x), None if smooth is None else smooth.contiguous()
-    slots = plan_slots(plan)
-    (num_tokens, hidden), size = x.shape, x.element_size()
-    target = layout.target(out[0], (slots.num_rows, hidden), torch.int8)
-    scales = layout.target(out[1], (slots.num_rows,), torch.float32)
+    (num_tokens, hidden), num_rows, size = x.shape, plan.slot_of_row.numel(), x.element_size()
+    target = layout.target(out[0], (num_rows, hidden), torch.int8)
+    scales = layout.target(out[1], (num_rows,), torch.float32)
     spread_quantized_kernel(
         x.dtype,
         items=num_tokens or 1,
-        work=(slots.num_rows + num_tokens * size) * hidden,
+        work=(num_rows + num_tokens * size) * hidden,
         out=target.data_ptr(),
         scales=scales.data_ptr(),
         scale_bytes=scales.data_ptr(),
         x=matrix(x),
         smooth=layout.address(smooth),
         expert_of_row=layout.address(expert_of_row),
-        slots=slots,
+        slots=plan_slots(plan, num_rows),
         num_experts=0 if smooth is None else smooth.shape[0],
         hidden=hidden,
         out_stride=target.stride(0),
-        streaming=past_caches(target),
+        streaming=past_caches(target.data_ptr(), target.stride(0), target.numel()),
     )
     return layout.finish(target, out[0]), layout.finish(scales, out[1])

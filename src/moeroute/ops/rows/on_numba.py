@@ -381,34 +381,33 @@ def spread_dots_kernel(
 # ---------------------------------------------------------------------------- launchers
 
 
-def plan_slots(plan: PlanTensors, num_rows: int | None = None) -> Slots:
-    """The plan as kernels read it. Rows from `num_rows` on count as none; None: the plan's own number."""
+# Records are plain tuples in the order of their class: making a NamedTuple takes 0.35 µs, and one token needs six.
+
+
+def plan_slots(plan: PlanTensors, num_rows: int | None = None) -> tuple[int, ...]:
+    """A `Slots` record: the plan as kernels read it. Rows from `num_rows` on count as none; None: the plan's own R."""
     row_of_slot, slot_of_row, slot_offsets, expert_of_slot, num_tokens = plan
-    num_slots = row_of_slot.shape[0]
-    return Slots(
+    num_slots = row_of_slot.numel()
+    return (
         row_of_slot.data_ptr(),
         slot_of_row.data_ptr(),
         0 if slot_offsets is None else slot_offsets.data_ptr(),
         0 if expert_of_slot is None else expert_of_slot.data_ptr(),
         num_slots // num_tokens if num_tokens else 0,
         num_slots,
-        slot_of_row.shape[0] if num_rows is None else num_rows,
+        slot_of_row.numel() if num_rows is None else num_rows,
         num_tokens,
     )
 
 
-def matrix(tensor: Tensor | None) -> Rows:
-    return Rows(0, 0) if tensor is None else Rows(tensor.data_ptr(), tensor.stride(0))
+def matrix(tensor: Tensor | None) -> tuple[int, int]:
+    """A `Rows` record."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0))
 
 
-def past_caches(target: Tensor) -> bool:
+def past_caches(address: int, stride_bytes: int, result_bytes: int) -> bool:
     """Whether stores go past the caches: a large result, each row of which begins at a cache line."""
-    size = target.element_size()
-    return (
-        target.shape[0] * target.shape[1] * size >= STREAM_BYTES
-        and target.data_ptr() % ALIGNMENT == 0
-        and target.stride(0) * size % ALIGNMENT == 0
-    )
+    return result_bytes >= STREAM_BYTES and address % ALIGNMENT == 0 and stride_bytes % ALIGNMENT == 0
 
 
 def _ahead(work: int, rows: int, hidden: int, size: int) -> int:
@@ -438,67 +437,80 @@ def combine(
     out: Tensor | None = None,
 ) -> Tensor:
     """Allocates the [T, H] result, or writes `out`, of any strides."""
-    rows = layout.rows(rows)
-    slots = plan_slots(plan, rows.shape[0])
-    num_tokens, hidden, size = plan.num_tokens, rows.shape[1], rows.element_size()
-    target = layout.target(out, (num_tokens, hidden), rows.dtype)
-    work = (slots.num_slots + num_tokens) * hidden * size
+    rows, rows_stride = layout.matrix(rows)
+    (num_rows, hidden), num_tokens, size = rows.shape, plan.num_tokens, rows.element_size()
+    num_slots = plan.row_of_slot.numel()
+    target, stride = layout.matrix_target(out, num_tokens, hidden, rows.dtype)
+    address = target.data_ptr()
+    work = (num_slots + num_tokens) * hidden * size
     if init is not None or bias is not None:
         weights = None if weights is None else _float_weights(weights)
-        init, init_more = (None if start is None else layout.rows(start) for start in (init, init_more))
+        init, init_stride = (None, 0) if init is None else layout.matrix(init)
+        init_more, init_more_stride = (None, 0) if init_more is None else layout.matrix(init_more)
         bias = None if bias is None else bias.contiguous()
         combine_biased(
             rows.dtype,
             items=num_tokens,
             work=work,
-            out=matrix(target),
-            rows=matrix(rows),
+            out=(address, stride),
+            rows=(rows.data_ptr(), rows_stride),
             weights=layout.address(weights),
-            init=matrix(init),
-            init_more=matrix(init_more),
+            init=(layout.address(init), init_stride),
+            init_more=(layout.address(init_more), init_more_stride),
             bias=layout.address(bias),
-            slots=slots,
+            slots=plan_slots(plan, num_rows),
             num_experts=0 if bias is None else bias.shape[0],
             hidden=hidden,
         )
-        return layout.finish(target, out)
-    ahead = 0 if work < SERIAL_WORK else _ahead(work, slots.num_slots // num_tokens, hidden, size)
-    options = {"slots": slots, "hidden": hidden, "ahead": ahead, "streaming": past_caches(target)}
-    if weights is None:
-        combine_plain(rows.dtype, items=num_tokens, work=work, out=matrix(target), rows=matrix(rows), **options)
+    elif weights is None:
+        combine_plain(
+            rows.dtype,
+            items=num_tokens,
+            work=work,
+            out=(address, stride),
+            rows=(rows.data_ptr(), rows_stride),
+            slots=plan_slots(plan, num_rows),
+            hidden=hidden,
+            ahead=0 if work < SERIAL_WORK else _ahead(work, num_slots // num_tokens, hidden, size),
+            streaming=work >= STREAM_BYTES and past_caches(address, stride * size, num_tokens * hidden * size),
+        )
     else:
         weights = _float_weights(weights)
         combine_weighted(
             rows.dtype,
             items=num_tokens,
             work=work,
-            out=matrix(target),
-            rows=matrix(rows),
+            out=(address, stride),
+            rows=(rows.data_ptr(), rows_stride),
             weights=weights.data_ptr(),
-            **options,
+            slots=plan_slots(plan, num_rows),
+            hidden=hidden,
+            ahead=0 if work < SERIAL_WORK else _ahead(work, num_slots // num_tokens, hidden, size),
+            streaming=work >= STREAM_BYTES and past_caches(address, stride * size, num_tokens * hidden * size),
         )
-    return layout.finish(target, out)
+    return target if out is None else layout.finish(target, out)
 
 
 def spread(x: Tensor, weights: Tensor | None, plan: PlanTensors, *, out: Tensor | None = None) -> Tensor:
     """Allocates the [R, H] result, or writes `out`, of any strides."""
-    x = layout.rows(x)
-    slots = plan_slots(plan)
-    (num_tokens, hidden), size = x.shape, x.element_size()
-    target = layout.target(out, (slots.num_rows, hidden), x.dtype)
-    work = (slots.num_rows + num_tokens) * hidden * size
+    x, x_stride = layout.matrix(x)
+    (num_tokens, hidden), num_rows, size = x.shape, plan.slot_of_row.numel(), x.element_size()
+    target, stride = layout.matrix_target(out, num_rows, hidden, x.dtype)
+    address = target.data_ptr()
+    work = (num_rows + num_tokens) * hidden * size
+    streaming = work >= STREAM_BYTES and past_caches(address, stride * size, num_rows * hidden * size)
     if weights is None:
         spread_bytes(
             "bytes",
             items=num_tokens or 1,
             work=work,
-            out=target.data_ptr(),
+            out=address,
             x=x.data_ptr(),
-            slots=slots,
+            slots=plan_slots(plan, num_rows),
             row_bytes=hidden * size,
-            out_stride=target.stride(0) * size,
-            x_stride=x.stride(0) * size,
-            streaming=past_caches(target),
+            out_stride=stride * size,
+            x_stride=x_stride * size,
+            streaming=streaming,
         )
     else:
         weights = _float_weights(weights)
@@ -506,16 +518,16 @@ def spread(x: Tensor, weights: Tensor | None, plan: PlanTensors, *, out: Tensor 
             x.dtype,
             items=num_tokens or 1,
             work=work,
-            out=matrix(target),
-            out_bytes=target.data_ptr(),
-            x=matrix(x),
+            out=(address, stride),
+            out_bytes=address,
+            x=(x.data_ptr(), x_stride),
             weights=weights.data_ptr(),
-            slots=slots,
+            slots=plan_slots(plan, num_rows),
             hidden=hidden,
             element_bytes=size,
-            streaming=past_caches(target),
+            streaming=streaming,
         )
-    return layout.finish(target, out)
+    return target if out is None else layout.finish(target, out)
 
 
 def row_dots(
@@ -528,20 +540,19 @@ def row_dots(
     out: Tensor | None = None,
 ) -> Tensor:
     """Allocates the [S] result, or writes `out`, of any stride."""
-    rows, x = layout.rows(rows), layout.rows(x)
-    slots = plan_slots(plan, rows.shape[0])
-    num_tokens, hidden = x.shape
+    (rows, rows_stride), (x, x_stride) = layout.matrix(rows), layout.matrix(x)
+    (num_tokens, hidden), num_slots = x.shape, plan.row_of_slot.shape[0]
     bias = None if bias is None else bias.contiguous()
-    dots = layout.target(out, (slots.num_slots,), torch.float32)
+    dots = layout.target(out, (num_slots,), torch.float32)
     row_dots_kernel(
         rows.dtype,
         items=num_tokens or 1,
-        work=(slots.num_slots + num_tokens) * hidden * rows.element_size(),
+        work=(num_slots + num_tokens) * hidden * rows.element_size(),
         dots=dots.data_ptr(),
-        rows=matrix(rows),
-        x=matrix(x),
+        rows=(rows.data_ptr(), rows_stride),
+        x=(x.data_ptr(), x_stride),
         bias=layout.address(bias),
-        slots=slots,
+        slots=plan_slots(plan, rows.shape[0]),
         num_experts=0 if bias is None else bias.shape[0],
         hidden=hidden,
     )
@@ -557,27 +568,27 @@ def spread_dots(
     out: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Allocates the [R, H] and [S] results, or writes what `out` has of them, of any strides."""
-    x, rows = layout.rows(x), layout.rows(rows)
-    slots = plan_slots(plan)
-    (num_tokens, hidden), size = x.shape, x.element_size()
-    target = layout.target(out[0], (slots.num_rows, hidden), x.dtype)
-    dots = layout.target(out[1], (slots.num_slots,), torch.float32)
+    (x, x_stride), (rows, rows_stride) = layout.matrix(x), layout.matrix(rows)
+    (num_tokens, hidden), num_rows, size = x.shape, plan.slot_of_row.shape[0], x.element_size()
+    target, stride = layout.matrix_target(out[0], num_rows, hidden, x.dtype)
+    address = target.data_ptr()
+    dots = layout.target(out[1], (plan.row_of_slot.shape[0],), torch.float32)
     dtype, weights = weights.dtype, _float_weights(weights)
-    work = (2 * slots.num_rows + num_tokens) * hidden * size
+    work = (2 * num_rows + num_tokens) * hidden * size
     spread_dots_kernel(
         x.dtype,
         items=num_tokens or 1,
         work=work,
-        out=matrix(target),
-        out_bytes=target.data_ptr(),
+        out=(address, stride),
+        out_bytes=address,
         dots=dots.data_ptr(),
-        x=matrix(x),
-        rows=matrix(rows),
+        x=(x.data_ptr(), x_stride),
+        rows=(rows.data_ptr(), rows_stride),
         weights=weights.data_ptr(),
-        slots=slots,
+        slots=plan_slots(plan, num_rows),
         hidden=hidden,
         element_bytes=size,
         ahead=_ahead(work, 2, hidden, size),
-        streaming=past_caches(target),
+        streaming=past_caches(address, stride * size, num_rows * hidden * size),
     )
     return layout.finish(target, out[0]), layout.finish(dots.to(dtype), out[1])

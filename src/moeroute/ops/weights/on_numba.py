@@ -100,15 +100,15 @@ def take(values: Tensor, index: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 def slot_weights(weights: Tensor, plan: PlanTensors, *, out: Tensor | None = None) -> Tensor:
     """Allocates the [S] result, or writes `out`, of any stride."""
-    weights, slots = layout.rows(weights), plan_slots(plan)
-    target = layout.target(out, (slots.num_slots,), weights.dtype)
+    weights, num_slots = layout.rows(weights), plan.row_of_slot.shape[0]
+    target = layout.target(out, (num_slots,), weights.dtype)
     take_slot_weights(
         weights.dtype,
-        items=max(slots.num_tokens, 1),
-        work=slots.num_slots * 16,
+        items=max(plan.num_tokens, 1),
+        work=num_slots * 16,
         out=target.data_ptr(),
-        weights=Rows(weights.data_ptr(), weights.stride(0)),
-        slots=slots,
+        weights=(weights.data_ptr(), weights.stride(0)),
+        slots=plan_slots(plan),
         num_experts=weights.shape[1],
     )
     return layout.finish(target, out)
@@ -118,7 +118,7 @@ def slot_weights_backward(
     grad: Tensor, plan: PlanTensors, num_experts: int, accumulate: bool, *, out: Tensor | None = None
 ) -> Tensor:
     """Allocates the [T, E] result, or writes `out`, of any strides."""
-    grad, slots = grad.contiguous(), plan_slots(plan)
+    grad = grad.contiguous()
     target = layout.target(out, (plan.num_tokens, num_experts), torch.float32)
     put_slot_weights(
         grad.dtype,
@@ -127,7 +127,7 @@ def slot_weights_backward(
         out=target.data_ptr(),
         out_stride=target.stride(0),
         grad=grad.data_ptr(),
-        slots=slots,
+        slots=plan_slots(plan),
         num_experts=num_experts,
         accumulate=accumulate,
     )

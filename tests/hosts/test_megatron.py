@@ -410,6 +410,21 @@ def test_scores_for_the_aux_loss(dtype: torch.dtype, num_tokens: int, score_func
     assert later[1].dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_sinkhorn(dtype: torch.dtype) -> None:
+    """200 rounds by hand: the host's own loop may never come to a small tolerance, and a logit of 100 is NaN there."""
+    cost = leaf(30, 8, dtype=dtype).detach()
+    expected = cost.double().exp()
+    for _ in range(200):
+        expected = expected / expected.sum(dim=1, keepdim=True) / 30
+        expected = expected / expected.sum(dim=0) / 8
+    actual = ours.sinkhorn(cost, 1e-9)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-6)
+    cost[0, 0] = 100.0
+    assert ours.sinkhorn(cost).isfinite().all()
+
+
 # ---------------------------------------------------------------------------- balance
 
 

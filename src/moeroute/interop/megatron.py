@@ -28,6 +28,7 @@ from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_id_map, plan
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.normalize import normalize_scores
 from moeroute.ops.planning.op import capacity_from_factor
+from moeroute.ops.sinkhorn import sinkhorn as balanced_scores
 from moeroute.ops.weights.op import dense_weights, routing_map_from_ids, routing_map_of
 from moeroute.permutation import permute as permute_rows
 from moeroute.permutation import permute_weights, permute_weights_backward
@@ -292,6 +293,14 @@ def _groups(topk: int, num_groups: int | None, group_topk: int | None) -> dict[s
     return {"num_groups": num_groups, "topk_groups": group_topk, "group_score": topk // group_topk}
 
 
+def sinkhorn(cost: Tensor, tol: float = 0.0001) -> Tensor:
+    """exp(cost) [T, E] with its rows and columns scaled to the same sums, in the dtype of the cost.
+
+    In the log domain, where the host overflows to NaN from a cost of 89 on; so `tol` is a tolerance of logarithms.
+    """
+    return balanced_scores(cost, tolerance=tol).to(cost.dtype)
+
+
 def compute_routing_scores_for_aux_loss(
     logits: Tensor,
     topk: int,
@@ -475,6 +484,7 @@ NAMES = (
     "sort_chunks_by_idxs",
     "group_limited_topk",
     "topk_routing_with_score_function",
+    "sinkhorn",
     "compute_routing_scores_for_aux_loss",
     "apply_router_token_dropping",
     "pad_routing_map",

@@ -265,6 +265,23 @@ def test_a_subclass_with_a_forward_of_its_own_is_found() -> None:
     assert list(huggingface.check(model).values()) == ["moeroute", "its own forward"]
 
 
+def test_experts_of_another_register_are_found() -> None:
+    """The host's FP8 experts, where the setting is an error in the forward pass."""
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+    from transformers.integrations.moe import use_experts_implementation
+
+    model = set_experts(models.tiny("mixtral"), "moeroute")
+    experts = model.model.layers[1].mlp.experts
+    own = type(
+        "Other", (nn.Module,), {"__init__": lambda self, config: nn.Module.__init__(self), "forward": lambda *_: 1}
+    )
+    other = use_experts_implementation(own, experts_interface=FP8ExpertsInterface())
+    model.model.layers[1].mlp.experts = other(experts.config)
+    assert list(huggingface.check(model).values()) == ["moeroute", "another register"]
+    with pytest.raises(KeyError, match="moeroute"):
+        model(tokens())
+
+
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.25.1")  # a lazy module, made anew now and then
     for call in (huggingface.register, lambda: huggingface.check(nn.Linear(2, 2))):

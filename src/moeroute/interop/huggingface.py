@@ -73,7 +73,8 @@ def check(model: nn.Module) -> dict[str, str]:
     """Which experts layers of a model call us: the name of each and what runs there.
 
     "moeroute" where it is ours; else the name of the host's implementation that is set ("eager", "grouped_mm", ...),
-    or "its own forward" for a layer that ignores the setting. Nothing is computed.
+    or "its own forward" for a layer that ignores the setting, or "another register" for one that asks where
+    "moeroute" is unknown (FP8 experts; there its forward is a KeyError). Nothing is computed.
 
     Raises ImportError as `register`, TypeError for what is no module.
     """
@@ -94,6 +95,8 @@ def _is_experts(name: str, module: nn.Module) -> bool:
 def _runs(module: Any) -> str:
     try:
         ours = type(module).forward(module, _PROBE, None, None) is _ANSWER
+    except KeyError:
+        return "another register"
     except Exception:  # a foreign forward may raise anything for an object() as hidden states
         ours = False
     if ours:

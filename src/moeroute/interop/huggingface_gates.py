@@ -11,13 +11,13 @@ from moeroute import check
 from moeroute.interop import hosts
 from moeroute.nn import grouped_linear
 from moeroute.ops.gating.op import gating_topk
+from moeroute.ops.hash_routing import look_up_expert_ids
 
 SERIES = ("5.24",)  # of transformers
 
 # ---------------------------------------------------------------------------- the families
 
 # What a gate's module and the other arguments of its forward give: options of `gating_topk`, or what is missing there.
-# "select" are the options of a choice that is made by other scores than the weights.
 Options = dict[str, Any] | str
 
 
@@ -102,7 +102,7 @@ def _by_name(gate: Any, **more: Any) -> Options:
 
 
 def _hash(gate: Any, input_ids: Tensor) -> Options:
-    return _by_name(gate, expert_ids=gate.tid2eid[input_ids.reshape(-1)])
+    return _by_name(gate, expert_ids=look_up_expert_ids(input_ids.reshape(-1), gate.tid2eid))
 
 
 def _ernie(gate: Any) -> Options:
@@ -113,7 +113,7 @@ def _ernie(gate: Any) -> Options:
 def _cohere(gate: Any) -> Options:
     if gate.expert_selection_fn == "softmax":
         return {"score": "topk_softmax"}
-    return _sigmoid(gate, None, eps=0.0) | {"select": {"score": "topk_softmax"}}
+    return _sigmoid(gate, None, eps=0.0) | {"score": "topk_sigmoid"}
 
 
 FAMILIES = (
@@ -206,8 +206,7 @@ FAMILIES = (
     Family(("Cohere2MoeTopKRouter",), _cohere, weights="tokens"),
     Family(
         ("Kolibri1TopKRouter",),
-        lambda gate: _sigmoid(gate, None, eps=0.0)
-        | {"select": {"score": "topk_softmax", "bias": gate.e_score_correction_bias}},
+        lambda gate: _sigmoid(gate, gate.e_score_correction_bias, eps=0.0) | {"score": "topk_sigmoid"},
         products=torch.float32,
         weights="logits",
     ),
@@ -254,8 +253,6 @@ def router(gate: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple
     tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
     with _autocast(tokens, family):
         logits = _logits(gate, tokens, family)
-    if "select" in options:
-        options["expert_ids"] = gating_topk(logits, gate.top_k, **options.pop("select")).expert_ids
     gating = gating_topk(logits, gate.top_k, **options)
     if isinstance(family.weights, torch.dtype):
         dtype = family.weights

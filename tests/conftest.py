@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.setdefault("MOEROUTE_QUIET", "1")  # a slow machine announces compilations, which no test expects
 # Triton's kernels run on the CPU, in its interpreter. Read when a kernel is defined.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -38,8 +38,9 @@ def test_every_mode_gives_the_bits_of_the_reference(subtests: pytest.Subtests, g
 def test_the_checks_cover_every_public_operator() -> None:
     operators = {name for name in vars(moeroute) if callable(getattr(moeroute, name)) and name[0].islower()}
     elsewhere = {
-        "balance_statistics", "capacity_from_factor", "empty_cache", "load_balancing_loss", "memory_stats",
-        "router_z_loss", "set_memory_pool", "update_expert_bias",
+        "balance_statistics", "capacity_from_factor", "empty_cache", "load_balancing_loss",
+        "load_balancing_loss_from_counts", "look_up_expert_ids", "memory_stats", "normalize_scores", "router_z_loss",
+        "set_memory_pool", "sinkhorn", "update_expert_bias",
     }  # fmt: skip
     assert operators - elsewhere == set(GROUPS)
 

@@ -354,6 +354,12 @@ def planning_cases() -> Iterator[Case]:
         out=buffers,
     )  # fmt: skip
 
+    def row_id_map(experts: int, topk: int, ragged: bool, out: str | None) -> None:
+        into = None if out is None else matrix(TOKENS, 2 * experts + 1, torch.int32, out)
+        on_triton_indices.row_id_map(plan_tensors(TOKENS * topk, ragged), experts, out=into)
+
+    yield from over(row_id_map, experts=(1, 8, 256), topk=(1, 8), ragged=(False, True), out=buffers)
+
     def plan_chunks(
         lengths: torch.dtype, order: torch.dtype | None, ranks: int, experts: int, layout: str, out: str | None
     ) -> None:

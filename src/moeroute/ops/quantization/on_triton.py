@@ -32,29 +32,32 @@ def nearest_int8(values):
 
 
 @triton.jit
-def smoothed(x_at, smooth, smooth_at, column, inside, known):
+def smoothed(x_at, smooth, smooth_at, expert_of_row, hidden, column, inside, known):
     """Elements times their factors; rows without a `known` expert have none."""
     values = widen(tl.load(x_at + column, mask=inside, other=0))
     if smooth is not None:
-        values = values * tl.load(smooth_at + column, mask=inside & known, other=1.0)
+        if expert_of_row is None:  # one row of factors, read once: Ascend's compiler takes no stride of 0
+            values = values * tl.load(smooth + column, mask=column < hidden, other=1.0)
+        else:
+            values = values * tl.load(smooth_at + column, mask=inside & known, other=1.0)
     return values
 
 
 @triton.jit
-def scale_of(x_at, smooth, smooth_at, live, known, hidden, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def scale_of(x_at, smooth, smooth_at, expert_of_row, live, known, hidden, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The largest magnitude / 127. As integers magnitudes have the same order, and a NaN is above all of them."""
     top = tl.zeros((ROWS,), tl.int32)
     for h in range(0, hidden, BLOCK):
         column = (h + tl.arange(0, BLOCK))[None, :]
-        values = smoothed(x_at, smooth, smooth_at, column, live & (column < hidden), known)
+        values = smoothed(x_at, smooth, smooth_at, expert_of_row, hidden, column, live & (column < hidden), known)
         top = tl.maximum(top, tl.max(values.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1))
     top = top.to(tl.float32, bitcast=True)
     return tl.math.div_rn(top, tl.full(top.shape, 127.0, tl.float32))
 
 
 @triton.jit
-def quotients(x_at, smooth, smooth_at, column, inside, known, scale):
-    values = smoothed(x_at, smooth, smooth_at, column, inside, known)
+def quotients(x_at, smooth, smooth_at, expert_of_row, hidden, column, inside, known, scale):
+    values = smoothed(x_at, smooth, smooth_at, expert_of_row, hidden, column, inside, known)
     return nearest_int8(tl.math.div_rn(values, tl.broadcast_to(scale[:, None], values.shape)))
 
 
@@ -65,7 +68,7 @@ def factors_of(smooth, expert_of_row, row, used, num_experts, hidden):
         return used[:, None], used[:, None]  # Ascend's compiler takes no None out of a function
     else:
         if expert_of_row is None:
-            return smooth + tl.zeros_like(row).to(tl.int64)[:, None], used[:, None]
+            return used[:, None], used[:, None]
         else:
             expert = tl.load(expert_of_row + row, mask=used, other=-1)
             known = (expert >= 0) & (expert < num_experts)
@@ -86,12 +89,16 @@ def dynamic_kernel(
     out_at = out + row.to(tl.int64)[:, None] * out_stride
     live = valid[:, None]
     smooth_at, known = factors_of(smooth, expert_of_row, row, valid, num_experts, hidden)
-    scale = scale_of(x_at, smooth, smooth_at, live, known, hidden, ROWS, BLOCK)
+    scale = scale_of(x_at, smooth, smooth_at, expert_of_row, live, known, hidden, ROWS, BLOCK)
     tl.store(scales + row, scale, mask=valid)
     for h in range(0, hidden, BLOCK):
         column = (h + tl.arange(0, BLOCK))[None, :]
         inside = live & (column < hidden)
-        tl.store(out_at + column, quotients(x_at, smooth, smooth_at, column, inside, known, scale), mask=inside)
+        tl.store(
+            out_at + column,
+            quotients(x_at, smooth, smooth_at, expert_of_row, hidden, column, inside, known, scale),
+            mask=inside,
+        )
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -125,11 +132,11 @@ def spread_quantized_kernel(
         if expert_of_row is None:
             # One scale for all of a token's rows: each element is divided once.
             smooth_at, known = factors_of(smooth, None, token, valid, num_experts, hidden)
-            scale = scale_of(x_at, smooth, smooth_at, live, known, hidden, TOKENS, BLOCK)
+            scale = scale_of(x_at, smooth, smooth_at, expert_of_row, live, known, hidden, TOKENS, BLOCK)
             for h in range(0, hidden, BLOCK):
                 column = (h + tl.arange(0, BLOCK))[None, :]
                 inside = live & (column < hidden)
-                made = quotients(x_at, smooth, smooth_at, column, inside, known, scale)
+                made = quotients(x_at, smooth, smooth_at, expert_of_row, hidden, column, inside, known, scale)
                 for k in range(0, most):
                     row, used = row_of(row_of_slot, slot_of_row, first + k, last, num_rows)
                     out_at = out + row.to(tl.int64)[:, None] * out_stride
@@ -141,14 +148,16 @@ def spread_quantized_kernel(
             for k in range(0, most):
                 row, used = row_of(row_of_slot, slot_of_row, first + k, last, num_rows)
                 smooth_at, known = factors_of(smooth, expert_of_row, row, used, num_experts, hidden)
-                scale = scale_of(x_at, smooth, smooth_at, live, known, hidden, TOKENS, BLOCK)
+                scale = scale_of(x_at, smooth, smooth_at, expert_of_row, live, known, hidden, TOKENS, BLOCK)
                 tl.store(scales + row, scale, mask=used)
                 out_at = out + row.to(tl.int64)[:, None] * out_stride
                 for h in range(0, hidden, BLOCK):
                     column = (h + tl.arange(0, BLOCK))[None, :]
                     inside = used[:, None] & (column < hidden)
                     tl.store(
-                        out_at + column, quotients(x_at, smooth, smooth_at, column, inside, known, scale), mask=inside
+                        out_at + column,
+                        quotients(x_at, smooth, smooth_at, expert_of_row, hidden, column, inside, known, scale),
+                        mask=inside,
                     )
     else:
         zero_unused_rows(

@@ -323,6 +323,20 @@ def test_tokens_of_a_slice() -> None:
     assert without_tokens.token_of_slot.tolist() == [-1] * 8
 
 
+@pytest.mark.parametrize("size", (8, 70_000))
+def test_many_slots_and_no_tokens(size: int, backend: str) -> None:
+    """So many that a kernel runs in threads."""
+    plan = moeroute.plan_from_token_ids(torch.zeros(size, dtype=torch.int64), num_tokens=0, backend=backend)
+    rows, x, weights = torch.ones(size, 3), torch.ones(0, 3), torch.ones(size)
+    for given in (None, weights):
+        assert_same_bits(moeroute.combine(rows, plan, given, backend=backend), x)
+        assert_same_bits(moeroute.spread(x, plan, given, backend=backend), torch.zeros(size, 3))
+    assert_same_bits(moeroute.row_dots(rows, x, plan, backend=backend), torch.zeros(size))
+    found = moeroute.unpermute_backward(x, rows, plan, weights, backend=backend)
+    assert_same_bits(found[0], torch.zeros(size, 3))
+    assert_same_bits(found[1], torch.zeros(size))
+
+
 @pytest.mark.parametrize("with_experts", (False, True))
 def test_slots_that_no_token_owns_belong_to_nobody(with_experts: bool, backend: str) -> None:
     """Every operator does what it does where these slots do not exist; what they have themselves is 0."""

@@ -443,6 +443,10 @@ def combine(
     target, stride = layout.matrix_target(out, num_tokens, hidden, rows.dtype)
     address = target.data_ptr()
     work = (num_slots + num_tokens) * hidden * size
+    ahead, streaming = 0, False
+    if work >= SERIAL_WORK:
+        ahead = _ahead(work, num_slots // max(num_tokens, 1), hidden, size)
+        streaming = past_caches(address, stride * size, num_tokens * hidden * size)
     if init is not None or bias is not None:
         weights = None if weights is None else _float_weights(weights)
         init, init_stride = (None, 0) if init is None else layout.matrix(init)
@@ -471,8 +475,8 @@ def combine(
             rows=(rows.data_ptr(), rows_stride),
             slots=plan_slots(plan, num_rows),
             hidden=hidden,
-            ahead=0 if work < SERIAL_WORK else _ahead(work, num_slots // num_tokens, hidden, size),
-            streaming=work >= STREAM_BYTES and past_caches(address, stride * size, num_tokens * hidden * size),
+            ahead=ahead,
+            streaming=streaming,
         )
     else:
         weights = _float_weights(weights)
@@ -485,8 +489,8 @@ def combine(
             weights=weights.data_ptr(),
             slots=plan_slots(plan, num_rows),
             hidden=hidden,
-            ahead=0 if work < SERIAL_WORK else _ahead(work, num_slots // num_tokens, hidden, size),
-            streaming=work >= STREAM_BYTES and past_caches(address, stride * size, num_tokens * hidden * size),
+            ahead=ahead,
+            streaming=streaming,
         )
     return target if out is None else layout.finish(target, out)
 

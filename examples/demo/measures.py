@@ -85,6 +85,7 @@ class Memory:
         self.before = resident()
         self.compiler: int | None = None
         self.pool = 0
+        self._pool_before = _pool_bytes()
 
     def kernels_are_loaded(self) -> None:
         now = resident()
@@ -101,8 +102,7 @@ class Memory:
             Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
 
     def step_ends(self) -> None:
-        stats = memory.memory_stats()
-        self.pool = max(self.pool, stats["in_use_bytes"] + stats["idle_bytes"])
+        self.pool = max(self.pool, _pool_bytes() - self._pool_before)
 
     def parts(self, model_bytes: int) -> dict[str, int]:
         peak = resident("VmHWM")
@@ -110,6 +110,12 @@ class Memory:
             return {} if peak is None else {"peak": peak}
         parts = {"before": self.before, "compiler": self.compiler, "model": model_bytes, "pool": self.pool}
         return {"peak": peak, **parts, "rest": max(0, peak - sum(parts.values()))}
+
+
+def _pool_bytes() -> int:
+    stats = memory.memory_stats()
+    used: int = stats["in_use_bytes"] + stats["idle_bytes"]
+    return used
 
 
 def resident(key: str = "VmRSS") -> int | None:

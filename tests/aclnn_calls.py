@@ -282,6 +282,15 @@ def call_refused(name: str, changes: dict[str, Any], code: int) -> str:
     return message
 
 
+def zeros_where_nothing_is_to_do(subtests: pytest.Subtests, name: str, changes: dict[str, Any]) -> None:
+    """A valid call with empty tensors in it: workspace 0, and zeros in what still has elements."""
+    arguments = GOOD[name]() | changes
+    run(name, *arguments.values())
+    for output in outputs_of(name, arguments):
+        with subtests.test(output):
+            same(arguments[output], torch.zeros_like(arguments[output]))
+
+
 # ---------------------------------------------------------------------------- what a test is called
 
 

@@ -1,5 +1,6 @@
 """Fixtures of the whole suite: the backends, and fresh memory that shows when it was not written."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -54,12 +55,32 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@contextlib.contextmanager
+def in_threads(number: int) -> Iterator[None]:
+    former = torch.get_num_threads()
+    torch.set_num_threads(number)
+    yield
+    torch.set_num_threads(former)
+
+
 @pytest.fixture(params=(1, 2))
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    former = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(former)
+    with in_threads(request.param):
+        yield request.param
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small tensors, on a machine that may be busy."""
+    with in_threads(1):
+        yield
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """For what only threads can break."""
+    with in_threads(2):
+        yield
 
 
 # ---------------------------------------------------------------------------- C++ programs

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeroute import report, testing
+from moeroute import memory, report, testing
 from moeroute.nn import MoE
 
 pytest.importorskip("rich")
@@ -32,13 +32,7 @@ EXAMPLES = Path(demo.__file__).parents[1]
 SMALL = model.Model(layers=2, width=32, heads=2, experts=4, k=2, intermediate=16, context=32, batch=4)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small tensors, and a machine that may be busy."""
-    former = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(former)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -528,13 +522,15 @@ def test_a_saved_trainer_goes_on_with_the_same_bits(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_memory_is_split_into_parts_that_add_up() -> None:
     measures.Memory().training_starts()  # what earlier tests have left goes first
-    memory = measures.Memory()
-    memory.kernels_are_loaded()
-    memory.training_starts()
+    earlier = memory.empty((100 << 20,), torch.uint8).fill_(1)  # was there before, and counts nowhere else
+    measured = measures.Memory()
+    measured.kernels_are_loaded()
+    measured.training_starts()
     held = torch.ones(40_000_000, dtype=torch.uint8)
-    memory.step_ends()
-    parts = memory.parts(model_bytes=1000)
+    measured.step_ends()
+    parts = measured.parts(model_bytes=1000)
     assert list(parts) == list(screen.MEMORY)
     assert parts["model"] == 1000
+    assert parts["before"] > earlier.nbytes
     assert 0.9 * held.nbytes < parts["rest"] < 3 * held.nbytes
     assert sum(size for part, size in parts.items() if part != "peak") == parts["peak"]

@@ -1,7 +1,6 @@
 """How a CPU kernel is declared, launched and split over threads, on the kernels of small_kernels.py."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,12 +30,7 @@ def slow_to_compile(x: int) -> int:
     return x + 1
 
 
-@pytest.fixture(autouse=True)
-def two_threads() -> Iterator[None]:
-    former = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(former)
+pytestmark = pytest.mark.usefixtures("two_threads")
 
 
 def scaled(dtype: torch.dtype, items: int, work: int, stride: int = 1) -> tuple[torch.Tensor, torch.Tensor]:

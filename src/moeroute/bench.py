@@ -97,6 +97,15 @@ def measure(case: testing.Case, mode: str, seconds: float) -> dict[str, Any]:
     return found
 
 
+def reset_high_water() -> bool:
+    """Let the peak count from here; False where the system cannot."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
 def high_water() -> int | None:
     """Peak resident bytes since the last reset; None where the system does not tell."""
     status = Path("/proc/self/status")
@@ -134,10 +143,7 @@ def extra_memory() -> dict[str, Any] | None:
     step()
     clear()
     memory.empty_cache()
-    reset = Path("/proc/self/clear_refs")
-    try:
-        reset.write_text("5")
-    except OSError:
+    if not reset_high_water():
         return None
     before = high_water()
     if before is None:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -208,10 +208,15 @@ def _bench(chosen: argparse.Namespace) -> int:
     report.write(chosen.out / "bench.json", json.dumps({"about": about, "lines": lines}, indent=1).encode())
     report.bench_chart(chosen.out / "bench.png", summaries, about)
     print(f"written: {chosen.out / 'bench.json'}, {chosen.out / 'bench.png'}")
-    missed = [f"{summary.case.name}: {miss}" for summary in summaries for miss in summary.missed]
+    return _missed(summaries, chosen.check)
+
+
+def _missed(results: Iterable[Any], check: bool) -> int:
+    """Name the bounds that do not hold; the exit status."""
+    missed = [f"{result.case.name}: {miss}" for result in results for miss in result.missed]
     for miss in missed:
         print(f"below its bound: {miss}")
-    return 1 if missed and chosen.check else 0
+    return 1 if missed and check else 0
 
 
 def _bench_peers(chosen: argparse.Namespace) -> int:
@@ -224,10 +229,7 @@ def _bench_peers(chosen: argparse.Namespace) -> int:
         raise SystemExit(f"moeroute bench --peers needs {' and '.join(absent)}: pip install '.[hosts]' in a clone")
     results = peers.run(cases, chosen.seconds)
     report.print_peers(results, bench.about())
-    missed = [f"{result.case.name}: {miss}" for result in results for miss in result.missed]
-    for miss in missed:
-        print(f"below its bound: {miss}")
-    return 1 if missed and chosen.check else 0
+    return _missed(results, chosen.check)
 
 
 # ---------------------------------------------------------------------------- aclnn

@@ -1,4 +1,4 @@
-"""Every list of dtypes and every limit."""
+"""Every list of dtypes, every limit, and the dtype of sums."""
 
 import torch
 
@@ -17,3 +17,8 @@ INTEGERS = (
 )
 MAPS = (torch.bool, torch.int8, torch.uint8, torch.int32)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size: what copies without looking
+
+
+def wide(tensor: torch.Tensor) -> torch.dtype:
+    """What sums over a tensor are computed in: float64 for float64, else float32."""
+    return torch.float64 if tensor.dtype is torch.float64 else torch.float32

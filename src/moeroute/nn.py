@@ -28,8 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moeroute import check, dispatch
+from moeroute.dtypes import FLOATS, LARGEST
 from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
-from moeroute.ops.experts import FLOATS, autocast_is_on, by_ends, check_sizes
+from moeroute.ops.experts import autocast_is_on, by_ends, check_sizes
 from moeroute.ops.experts import grouped_linear as grouped_linear
 from moeroute.ops.gating.op import Gating, gating_topk
 from moeroute.ops.planning.op import capacity_from_ratio, plan_from_expert_ids
@@ -39,7 +40,6 @@ from moeroute.plan import RoutingPlan
 
 INITIAL_STD = 0.02
 HALVES = (torch.float16, torch.bfloat16)
-LARGEST = 2**31 - 1
 
 
 def _check_sizes(operator: str, **sizes: Any) -> None:

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -186,9 +185,7 @@ def peak(case: Case, name: str) -> dict[str, Any]:
     memory.empty_cache()
     with contextlib.suppress(AttributeError, OSError):  # no glibc
         ctypes.CDLL(None).malloc_trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
+    if not bench.reset_high_water():
         return {"case": case.name, "side": name}
     before = bench.high_water()
     step()

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from aclnn_calls import (
     FLOATS,
-    GOOD,
     INVALID,
     TILING,
     call_refused,
@@ -19,11 +18,11 @@ from aclnn_calls import (
     f32,
     i32,
     ones,
-    outputs_of,
     poison,
     run,
     same,
     spoken,
+    zeros_where_nothing_is_to_do,
 )
 from aclnn_drawn import (
     SEEDS,
@@ -219,9 +218,4 @@ EMPTY: list[tuple[str, dict[str, Any]]] = [
 
 @cases("name, changes", EMPTY)
 def test_empty_tensors(subtests: pytest.Subtests, name: str, changes: dict[str, Any]) -> None:
-    """Workspace 0 and zeros in what still has elements."""
-    arguments = GOOD[name]() | changes
-    run(name, *arguments.values())
-    for output in outputs_of(name, arguments):
-        with subtests.test(output):
-            same(arguments[output], torch.zeros_like(arguments[output]))
+    zeros_where_nothing_is_to_do(subtests, name, changes)

@@ -21,11 +21,11 @@ from aclnn_calls import (
     f32,
     i32,
     ones,
-    outputs_of,
     poison,
     run,
     same,
     spoken,
+    zeros_where_nothing_is_to_do,
 )
 from aclnn_drawn import SEEDS, SIZES, generator_of, integers, normal, placed, rows_by_expert, seed_bit
 
@@ -403,12 +403,7 @@ EMPTY: list[tuple[str, dict[str, Any]]] = [
 
 @cases("name, changes", EMPTY)
 def test_empty_tensors(subtests: pytest.Subtests, name: str, changes: dict[str, Any]) -> None:
-    """Workspace 0 and zeros in what still has elements."""
-    arguments = GOOD[name]() | changes
-    run(name, *arguments.values())
-    for output in outputs_of(name, arguments):
-        with subtests.test(output):
-            same(arguments[output], torch.zeros_like(arguments[output]))
+    zeros_where_nothing_is_to_do(subtests, name, changes)
 
 
 def test_v3_of_rows_without_columns() -> None:

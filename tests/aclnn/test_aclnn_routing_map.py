@@ -31,6 +31,7 @@ from aclnn_calls import (
     run,
     same,
     spoken,
+    zeros_where_nothing_is_to_do,
 )
 from aclnn_drawn import (
     BF16,
@@ -690,12 +691,7 @@ EMPTY: list[tuple[str, dict[str, Any]]] = [
 
 @cases("name, changes", EMPTY)
 def test_empty_tensors(subtests: pytest.Subtests, name: str, changes: dict[str, Any]) -> None:
-    """Workspace 0 and zeros in what still has elements."""
-    arguments = GOOD[name]() | changes
-    run(name, *arguments.values())
-    for output in outputs_of(name, arguments):
-        with subtests.test(output):
-            same(arguments[output], torch.zeros_like(arguments[output]))
+    zeros_where_nothing_is_to_do(subtests, name, changes)
 
 
 def test_padded_unpermute_without_a_hidden_size_still_gives_the_indices() -> None:

@@ -33,7 +33,6 @@ INNER_NULLPTR = 561103
 MAX_TOPK = 512
 MAX_EXPERTS = 2048
 MAX_SLOTS = 16_777_215  # upstream sorts ids as float32 keys
-LARGEST = 2**31 - 1  # of int32
 MAX_INT8_SLOTS = 10_240  # of MoeTokenPermute with int8 tokens
 WORKSPACE = 16 * 2**20
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from moeroute.aclnn.core import (
     FLOATS,
     INNER_NULLPTR,
-    LARGEST,
     TILING,
     Work,
     apart,
@@ -27,6 +26,7 @@ from moeroute.aclnn.core import (
     wrong_shape,
     zero_filled,
 )
+from moeroute.dtypes import LARGEST
 from moeroute.ops.indices.op import plan_from_row_of_slot
 from moeroute.ops.rows.op import combine, row_dots, spread
 from moeroute.ops.special_experts import NONE, combine_special

@@ -11,7 +11,6 @@ from torch import Tensor
 from moeroute.aclnn.core import (
     FLOATS,
     INNER_NULLPTR,
-    LARGEST,
     TILING,
     Work,
     apart,
@@ -28,9 +27,17 @@ from moeroute.aclnn.core import (
     typed,
     wrong_shape,
 )
+from moeroute.dtypes import LARGEST
 from moeroute.ops.indices.op import plan_from_row_of_slot
 from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.ops.rows.op import combine, spread
+from moeroute.plan import RoutingPlan
+
+
+def cut(plan: RoutingPlan, rows: int) -> RoutingPlan:
+    """The plan with its first rows only, as activeNum asks for."""
+    return plan if rows == plan.num_rows else plan_from_row_of_slot(plan.row_of_slot, plan.num_tokens, rows)
+
 
 # ---------------------------------------------------------------------------- MoeInitRouting
 
@@ -192,8 +199,7 @@ def _moe_init_routing_v2(
             before_out.copy_(counts_of(plan_from_expert_ids(expertIdx, expertNum, num_rows=slots)))
         if counts_out is not None:
             counts_out.copy_(counts_of(plan, cumulative=count_or_cumsum == 1))
-        if rows < plan.num_rows:
-            plan = plan_from_row_of_slot(plan.row_of_slot, num_tokens, rows)
+        plan = cut(plan, rows)
         target = target_of(expandedXOut, rows, hidden)
         spread(x, plan, out=target)
         deliver(target, expandedXOut)

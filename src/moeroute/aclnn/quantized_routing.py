@@ -8,7 +8,6 @@ from torch import Tensor
 
 from moeroute.aclnn.core import (
     FLOATS,
-    LARGEST,
     TILING,
     Work,
     apart,
@@ -23,9 +22,9 @@ from moeroute.aclnn.core import (
     wrong,
     wrong_shape,
 )
-from moeroute.aclnn.init_routing import by_column
+from moeroute.aclnn.init_routing import by_column, cut
+from moeroute.dtypes import LARGEST
 from moeroute.ops.half_quantization import quantize_half
-from moeroute.ops.indices.op import plan_from_row_of_slot
 from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.ops.quantization.op import quantize, spread_quantized
 from moeroute.ops.rows.op import spread
@@ -36,8 +35,12 @@ _CUMULATIVE, _COUNTS, _PAIRS = 0, 1, 2
 _MAX_EXPERTS, _MAX_PAIRED = 10_240, 5_120
 
 
-def _cut(plan: RoutingPlan, rows: int) -> RoutingPlan:
-    return plan if rows == plan.num_rows else plan_from_row_of_slot(plan.row_of_slot, plan.num_tokens, rows)
+def _static_factors(**factors: Tensor | None) -> None:
+    """Refuse what is no scale and offset of quantMode 0."""
+    for name, tensor in factors.items():
+        if tensor is None:
+            raise wrong(name, "given with quantMode 0", "null", TILING)
+        shaped(name, tensor, (1,), "[1]", TILING)
 
 
 def _dynamic(x: Tensor, plan: RoutingPlan, ids: Tensor, first: int, smooth: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -144,10 +147,7 @@ def _moe_init_routing_v3(
     if quantMode == _NONE:
         shaped("scaleOptional", scale, (num_tokens,), "[T]", TILING)
     elif quantMode == _STATIC:
-        for name, tensor in (("scaleOptional", scale), ("offsetOptional", offset)):
-            if tensor is None:
-                raise wrong(name, "given with quantMode 0", "null", TILING)
-            shaped(name, tensor, (1,), "[1]", TILING)
+        _static_factors(scaleOptional=scale, offsetOptional=offset)
     elif scale is not None and tuple(scale.shape) not in ((1, hidden), (held, hidden)):
         raise wrong_shape("scaleOptional", f"[1, H] or [e - s, H] = {[held, hidden]}", scale, TILING)
     if drop:
@@ -180,7 +180,7 @@ def _moe_init_routing_v3(
         if counts_out is not None:
             counts = counts_of(uncut, expertTokensNumType == _CUMULATIVE).long()
             counts_out.copy_(_pairs(counts, first, expertNum) if paired else counts)
-        plan = _cut(plan, rows)
+        plan = cut(plan, rows)
         if quantMode == _DYNAMIC:
             result, scales = _dynamic(x, plan, expertIdx, first, scale)
             scale_out.copy_(scales.view(scale_out.shape))
@@ -297,10 +297,7 @@ def _moe_init_routing_quant_v2(
             raise wrong(name, "given where it is asked for", "null", TILING)
         shaped(name, tensor, (length,), letters, TILING)
     if not dynamic:
-        for name, tensor in (("scaleOptional", scale), ("offsetOptional", offset)):
-            if tensor is None:
-                raise wrong(name, "given with quantMode 0", "null", TILING)
-            shaped(name, tensor, (1,), "[1]", TILING)
+        _static_factors(scaleOptional=scale, offsetOptional=offset)
     elif scale is not None and tuple(scale.shape) not in ((1, hidden), (expertNum, hidden)):
         raise wrong_shape("scaleOptional", f"[1, H] or [E, H] = {[expertNum, hidden]}", scale, TILING)
     if dynamic and scale_out is None:
@@ -326,7 +323,7 @@ def _moe_init_routing_quant_v2(
             counts_out.copy_(counts_of(plan, cumulative=flag == 1))
         if before_out is not None:
             before_out.copy_(counts_of(plan_from_expert_ids(expertIdx, expertNum, num_rows=slots)))
-        plan = _cut(plan, rows)
+        plan = cut(plan, rows)
         if scale_out is not None:
             result, scales = _dynamic(x, plan, expertIdx, 0, scale)
             scale_out.copy_(scales)

@@ -20,6 +20,7 @@ from moeroute.interop import hosts
 from moeroute.interop.huggingface_gates import SERIES
 from moeroute.interop.huggingface_gates import router as router
 from moeroute.nn import grouped_linear
+from moeroute.ops.experts import autocast_is_on
 from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.permutation import permute, unpermute
 
@@ -138,8 +139,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
 def _products_dtype(weight: Tensor) -> torch.dtype:
     """Of the weights, since they may be float32 beside bfloat16 tokens; under autocast its own."""
     device = weight.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast and weight.dtype is not torch.float64 else weight.dtype
+    widened = autocast_is_on(device) and weight.dtype is not torch.float64
+    return torch.get_autocast_dtype(device) if widened else weight.dtype
 
 
 def _linear(experts: Any, name: str, rows: Tensor, sizes: Any) -> Tensor:

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from moeroute import check
-from moeroute.dtypes import MAPS
 from moeroute.interop import hosts
+from moeroute.interop.conventions import SCORES, as_map, chunks_of, gating_options, group_options, weighted_sum
 from moeroute.memory import set_memory_pool
 from moeroute.ops.balance import load_balancing_loss_from_counts, router_z_loss, update_expert_bias
 from moeroute.ops.gating.op import Gating, gating_topk
-from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_id_map, plan_from_token_ids, row_id_map
+from moeroute.ops.indices.op import plan_from_row_id_map, plan_from_token_ids, row_id_map
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.normalize import normalize_scores
 from moeroute.ops.planning.op import capacity_from_factor
@@ -37,7 +37,6 @@ from moeroute.plan import RoutingPlan
 
 GENERATIONS = ("0.16", "2026")
 SUPPORTED = "0.16.x, or its main branch of 2026 (permute with align_size)"
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 POLICIES = ("probs", "position")
 HOST = "megatron.core.transformer.moe.moe_utils"
 
@@ -122,10 +121,10 @@ def unpermute(
     if drop_and_pad:
         plan = plan_from_token_ids(sorted_indices, num_tokens, num_experts=routing_map.shape[1])
     else:
-        plan = plan_from_routing_map(_as_map(routing_map))
+        plan = plan_from_routing_map(as_map(routing_map))
         if pad_offsets is not None:
             plan = plan_from_row_id_map(row_id_map(plan), permuted_tokens.shape[0], pad_offsets=pad_offsets)
-    return _weighted_sum(permuted_tokens, plan, probs)
+    return weighted_sum(permuted_tokens, plan, probs)
 
 
 def sort_chunks_by_idxs(
@@ -143,22 +142,14 @@ def sort_chunks_by_idxs(
     Returns:
         (the rows [R, H], their probs [R] or None).
     """
-    split_sizes, sorted_idxs = split_sizes.to(input.device), sorted_idxs.to(input.device)
-    plan = plan_from_chunks(split_sizes, sorted_idxs, input.shape[0])
+    plan = chunks_of(input, split_sizes, sorted_idxs)
     return permute_rows(input, plan), None if probs is None else permute_weights(probs.reshape(-1, 1), plan)
-
-
-def _weighted_sum(rows: Tensor, plan: RoutingPlan, probs: Tensor) -> Tensor:
-    """In float64 where either is, as the host promotes."""
-    if (rows.dtype is torch.float64) == (probs.dtype is torch.float64):
-        return unpermute_rows(rows, plan, probs)
-    return unpermute_rows(rows.to(torch.float64), plan, probs.to(torch.float64)).to(rows.dtype)
 
 
 def _plan(
     routing_map: Tensor, num_out_tokens: int | Tensor | None, drop_and_pad: bool, align_size: int, generation: str
 ) -> RoutingPlan:
-    routing_map = _as_map(routing_map)
+    routing_map = as_map(routing_map)
     if drop_and_pad and num_out_tokens is not None:
         return plan_from_routing_map(routing_map, fill=True, capacity=int(num_out_tokens) // routing_map.shape[1])
     if generation == "0.16":
@@ -168,10 +159,6 @@ def _plan(
     if num_out_tokens is None:
         raise check.wrong_value("interop.megatron.permute", "num_out_tokens", "given", None)
     return plan_from_routing_map(routing_map, num_rows=int(num_out_tokens))
-
-
-def _as_map(routing_map: Tensor) -> Tensor:
-    return routing_map if routing_map.dtype in MAPS else routing_map.to(torch.bool)
 
 
 # ---------------------------------------------------------------------------- gating
@@ -194,7 +181,7 @@ def group_limited_topk(
         (scores [T, topk] in their dtype, expert ids int64 [T, topk]), best first, of equal scores the smaller id.
     """
     scores = scores.reshape(num_tokens, num_experts)
-    groups = _groups(topk, num_groups, group_topk)
+    groups = group_options(topk, num_groups, group_topk)
     gating = gating_topk(scores, topk, score="none", weights_dtype=scores.dtype, **groups)
     return gating.weights, gating.expert_ids.to(torch.int64)
 
@@ -256,17 +243,13 @@ def _gate(
     expert_ids: Tensor | None,
 ) -> tuple[Gating, Tensor]:
     """The gate, and the ids that it went by."""
-    softmax = check.one_of("interop.megatron", "score_function", score_function, SCORES) == "softmax"
+    check.one_of("interop.megatron", "score_function", score_function, SCORES)
     choose = functools.partial(
         gating_topk,
         logits,
         topk,
-        score="topk_softmax" if softmax and not use_pre_softmax else score_function,
-        bias=None if softmax else expert_bias,
-        renormalize=not softmax and topk > 1,
-        scaling_factor=scaling_factor or 1.0,
-        weights_dtype=logits.dtype,
-        **_groups(topk, num_groups, group_topk),
+        bias=None if score_function == "softmax" else expert_bias,
+        **gating_options(topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, logits.dtype),
     )
     if expert_ids is not None:
         return choose(expert_ids=expert_ids), expert_ids
@@ -284,13 +267,6 @@ def _gate(
     if chosen and wanted is chosen[0][1]:
         return chosen[0]
     return choose(expert_ids=wanted), wanted
-
-
-def _groups(topk: int, num_groups: int | None, group_topk: int | None) -> dict[str, Any]:
-    """gating_topk's options for the host's."""
-    if not group_topk:
-        return {}
-    return {"num_groups": num_groups, "topk_groups": group_topk, "group_score": topk // group_topk}
 
 
 def sinkhorn(cost: Tensor, tol: float = 0.0001) -> Tensor:
@@ -362,7 +338,7 @@ def apply_router_token_dropping(
     num_tokens, num_experts = routing_probs.shape
     capacity = capacity_from_factor(num_tokens, router_topk, num_experts, capacity_factor)
     plan = plan_from_routing_map(
-        _as_map(routing_map),
+        as_map(routing_map),
         capacity=min(capacity, num_tokens),
         drop="weight" if policy == "probs" else "position",
         weights=routing_probs,
@@ -384,7 +360,7 @@ def pad_routing_map(routing_map: Tensor, pad_multiple: int) -> Tensor:
     Raises:
         ValueError: where an expert has no room, its count being above T rounded down to the multiple.
     """
-    plan = plan_from_routing_map(_as_map(routing_map), fill=pad_multiple > 1, align=pad_multiple)
+    plan = plan_from_routing_map(as_map(routing_map), fill=pad_multiple > 1, align=pad_multiple)
     if plan.num_rows != plan.num_slots:
         wanted = f"such that every expert's count rounded up is at most T = {plan.num_tokens}"
         raise check.wrong_value("interop.megatron.pad_routing_map", "pad_multiple", wanted, pad_multiple)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from moeroute import check
-from moeroute.dtypes import MAPS
+from moeroute.interop.conventions import SCORES, as_map, chunks_of, gating_options, weighted_sum
 from moeroute.ops.balance import load_balancing_loss_from_counts
 from moeroute.ops.gating.op import gating_topk
-from moeroute.ops.indices.op import plan_from_chunks, plan_from_row_id_map, plan_from_row_of_slot
+from moeroute.ops.indices.op import plan_from_row_id_map, plan_from_row_of_slot
 from moeroute.ops.indices.op import row_id_map as row_id_map_of
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.normalize import normalize_scores
@@ -29,7 +29,6 @@ from moeroute.permutation import permute, permute_weights, unpermute
 from moeroute.plan import RoutingPlan
 
 MAP_TYPES = ("mask", "index")
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 FORMATS = ("bytemap", "bitmap_u8")
 
 
@@ -122,12 +121,12 @@ def moe_unpermute(
     merging_probs = probs if merging_probs is None else merging_probs
     if check.one_of("interop.transformer_engine.moe_unpermute", "map_type", map_type, MAP_TYPES) == "mask":
         plan = plan_from_row_id_map(row_id_map, inp.shape[0], pad_offsets=pad_offsets)
-        return unpermute(inp, plan) if merging_probs is None else _weighted_sum(inp, plan, merging_probs)
+        return unpermute(inp, plan) if merging_probs is None else weighted_sum(inp, plan, merging_probs)
     if merging_probs is None:
         return unpermute(inp, plan_from_row_of_slot(row_id_map, row_id_map.shape[0], inp.shape[0]))
     num_tokens, topk = merging_probs.shape
     plan = plan_from_row_of_slot(row_id_map.view(topk, num_tokens).T, num_tokens, inp.shape[0])
-    return _weighted_sum(inp, plan, merging_probs)
+    return weighted_sum(inp, plan, merging_probs)
 
 
 def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> Tensor:
@@ -138,33 +137,20 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
         split_sizes: [N] lengths of the chunks, which add up to R; on any device.
         sorted_index: [N], a permutation; on any device.
     """
-    return permute(inp, _chunks(inp, split_sizes, sorted_index))
+    return permute(inp, chunks_of(inp, split_sizes, sorted_index))
 
 
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `moe_sort_chunks_by_index`, with the probs [R] of the rows."""
-    plan = _chunks(inp, split_sizes, sorted_index)
+    plan = chunks_of(inp, split_sizes, sorted_index)
     return permute(inp, plan), permute_weights(probs.reshape(-1, 1), plan)
 
 
 def _plan(routing_map: Tensor, num_out_tokens: int, align: int = 1) -> RoutingPlan:
-    if routing_map.dtype not in MAPS:
-        routing_map = routing_map.to(torch.bool)
     size = num_out_tokens if num_out_tokens > 0 else None
-    return plan_from_routing_map(routing_map, num_rows=size, num_slots=size, align=align)
-
-
-def _chunks(inp: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> RoutingPlan:
-    return plan_from_chunks(split_sizes.to(inp.device), sorted_index.to(inp.device), inp.shape[0])
-
-
-def _weighted_sum(rows: Tensor, plan: RoutingPlan, probs: Tensor) -> Tensor:
-    """In float64 where either is."""
-    if (rows.dtype is torch.float64) == (probs.dtype is torch.float64):
-        return unpermute(rows, plan, probs)
-    return unpermute(rows.to(torch.float64), plan, probs.to(torch.float64)).to(rows.dtype)
+    return plan_from_routing_map(as_map(routing_map), num_rows=size, num_slots=size, align=align)
 
 
 # ---------------------------------------------------------------------------- gating
@@ -213,22 +199,15 @@ def fused_topk_with_score_function(
     ):  # fmt: skip
         if value is not None:
             raise check.missing(operator, name, "quantile balancing")
-    softmax = check.one_of(operator, "score_function", score_function, SCORES) == "softmax"
-    if softmax and expert_bias is not None:
+    check.one_of(operator, "score_function", score_function, SCORES)
+    if score_function == "softmax" and expert_bias is not None:
         raise check.wrong_value(operator, "expert_bias", "None with softmax", "a tensor")
-    groups: dict[str, Any] = {}
-    if group_topk:
-        groups = {"num_groups": num_groups, "topk_groups": group_topk, "group_score": topk // group_topk}
     num_experts = logits.shape[-1]
     gating = gating_topk(
         logits.reshape(-1, num_experts),
         topk,
-        score="topk_softmax" if softmax and not use_pre_softmax else score_function,
         bias=expert_bias,
-        renormalize=not softmax and topk > 1,
-        scaling_factor=scaling_factor or 1.0,
-        weights_dtype=logits.dtype,
-        **groups,
+        **gating_options(topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, logits.dtype),
     )
     probs = dense_weights(gating.weights, gating.expert_ids, num_experts).view(logits.shape)
     if topk_indices is not None:

@@ -16,23 +16,19 @@ import torch
 from torch import Tensor
 
 from moeroute import check
-from moeroute.dtypes import LARGEST
+from moeroute.dtypes import FLOATS, INTEGERS, LARGEST, wide
 from moeroute.ops.indices.op import plan_from_token_ids
 from moeroute.ops.rows.op import combine
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATS = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
+    *FLOATS,
     torch.float8_e4m3fn,
     torch.float8_e4m3fnuz,
     torch.float8_e5m2,
     torch.float8_e5m2fnuz,
     *filter(None, [getattr(torch, "float8_e8m0fnu", None)]),  # since 2.7
 )
-_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
 class BalanceStatistics(NamedTuple):
@@ -233,7 +229,7 @@ def load_balancing_loss_from_counts(
     _check_mask(operator, "scores", scores, padding_mask)
     check.tensor(operator, "tokens_per_expert", tokens_per_expert)
     counts = tokens_per_expert.detach()
-    if counts.dtype not in (*_FLOATS, *_INTEGERS):
+    if counts.dtype not in (*_FLOATS, *INTEGERS):
         raise check.wrong_dtype(operator, "tokens_per_expert", "of an integer or floating-point dtype", counts)
     if counts.ndim != 1 or counts.shape[0] != scores.shape[1]:
         raise check.wrong_shape(operator, "tokens_per_expert", f"[C] with C = {scores.shape[1]}, as scores", counts)
@@ -242,7 +238,7 @@ def load_balancing_loss_from_counts(
     check.integer(operator, "topk", topk, 1)
     if scores.shape[1] % num_experts != 0:
         raise check.wrong_value(operator, "num_experts", f"a divisor of C = {scores.shape[1]}", num_experts)
-    dtype = _sum_dtype(scores)
+    dtype = wide(scores)
     factor = num_experts * check.finite_in(operator, "coefficient", coefficient, dtype) / topk
     if padding_mask is not None:
         scores = scores.to(dtype).masked_fill(padding_mask[:, None], 0.0)
@@ -279,7 +275,7 @@ def router_z_loss(logits: Tensor, *, padding_mask: Tensor | None = None) -> Tens
     operator = "router_z_loss"
     _check_scores(operator, "logits", logits)
     _check_mask(operator, "logits", logits, padding_mask)
-    logits = logits.to(_sum_dtype(logits))
+    logits = logits.to(wide(logits))
     if padding_mask is None:
         num_tokens = logits.shape[0]
         return logits.logsumexp(dim=1).square().sum() / max(num_tokens, 1)
@@ -323,7 +319,7 @@ def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, *, rate: float =
         if bias.dtype in _HALF:
             wanted += f" (a step of {rate} is lost in a half type: keep the bias in float32)"
         raise check.wrong_dtype(operator, "bias", wanted, bias)
-    if tokens_per_expert.dtype not in _INTEGERS:
+    if tokens_per_expert.dtype not in INTEGERS:
         wanted = "of an integer dtype (counts must be exact)"
         raise check.wrong_dtype(operator, "tokens_per_expert", wanted, tokens_per_expert)
     if bias.ndim == 0:
@@ -350,7 +346,7 @@ def _statistics(
     _check_scores(operator, "scores", scores, leading)
     check.tensor(operator, "expert_ids", expert_ids)
     *lead, num_tokens, num_experts = scores.shape
-    if expert_ids.dtype not in _INTEGERS:
+    if expert_ids.dtype not in INTEGERS:
         raise check.wrong_dtype(operator, "expert_ids", "of an integer dtype", expert_ids)
     if expert_ids.ndim != scores.ndim or expert_ids.shape[:-1] != scores.shape[:-1]:
         wanted = f"{[*lead, num_tokens]} and K" if leading else f"[T, K] with T = {num_tokens}"
@@ -370,12 +366,12 @@ def _statistics(
     if padding_mask is None:
         live_tokens = torch.full(lead, num_tokens, dtype=torch.int64, device=device)
     else:
-        scores = scores.to(_sum_dtype(scores)).masked_fill(padding_mask[..., None], 0.0)  # not in a float8
+        scores = scores.to(wide(scores)).masked_fill(padding_mask[..., None], 0.0)  # not in a float8
         column = column.masked_fill(padding_mask[..., None], num_experts)
         live_tokens = (~padding_mask).sum(-1)
     one = torch.ones((), dtype=torch.int64, device=device)
     if sequence is None:
-        score_sum = scores.sum(dim=-2, dtype=_sum_dtype(scores))
+        score_sum = scores.sum(dim=-2, dtype=wide(scores))
         counts = torch.zeros(*lead, num_experts + 1, dtype=torch.int64, device=device)
         column = column.flatten(-2)
         counts = counts.scatter_add(-1, column, one.expand(column.shape))
@@ -398,7 +394,7 @@ def _sequences(
 ) -> Tensor:
     """int64 [T]: the sequence of each token, -1 for what counts nowhere."""
     check.shaped(operator, "sequence_ids", sequence_ids, (scores.shape[0],), scores)
-    if sequence_ids.dtype not in _INTEGERS:
+    if sequence_ids.dtype not in INTEGERS:
         raise check.wrong_dtype(operator, "sequence_ids", "of an integer dtype", sequence_ids)
     if num_sequences is None:
         raise check.wrong_value(operator, "num_sequences", "given with sequence_ids", None)
@@ -428,7 +424,3 @@ def _check_mask(operator: str, argument: str, scores: Tensor, padding_mask: Tens
             wanted = f"{list(scores.shape[:-1])}, as {argument}"
         raise check.wrong_shape(operator, "padding_mask", wanted, padding_mask)
     check.same_device(operator, argument, scores, "padding_mask", padding_mask)
-
-
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

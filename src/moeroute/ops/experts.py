@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moeroute import check, memory
+from moeroute.dtypes import FLOATS
 from moeroute.ops.register import register
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def autocast_is_on(device: str) -> bool:

@@ -1,6 +1,6 @@
 """A caller's tensor in, a caller's tensor out: what kernels that work by address need of both."""
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,11 @@ def new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU) 
 def rows(matrix: Tensor) -> Tensor:
     """The matrix, or a copy where the elements of a row are not side by side. The rows may lie anywhere."""
     return matrix if matrix.stride(1) == 1 or matrix.shape[1] <= 1 else matrix.contiguous()
+
+
+def contiguous(tensor: Tensor | None) -> Tensor | None:
+    """None stays None."""
+    return None if tensor is None else tensor.contiguous()
 
 
 def target(out: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device = CPU) -> Tensor:
@@ -94,6 +99,10 @@ def check_out(operator: str, out: Any, shape: tuple[int, ...], dtype: torch.dtyp
     check.writable(operator, "out", out, *inputs)
 
 
-def resolved(tensor: Tensor) -> Tensor:
-    """Without torch's lazy negation and conjugation, which a launcher would not see."""
-    return tensor.resolve_conj().resolve_neg()
+@overload
+def resolved(tensor: Tensor) -> Tensor: ...
+@overload
+def resolved(tensor: None) -> None: ...
+def resolved(tensor: Tensor | None) -> Tensor | None:
+    """Without torch's lazy negation and conjugation, which a launcher would not see; None stays None."""
+    return None if tensor is None else tensor.resolve_conj().resolve_neg()

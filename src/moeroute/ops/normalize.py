@@ -3,13 +3,11 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from moeroute import check
+from moeroute import check, dispatch
+from moeroute.dtypes import wide
 from moeroute.ops.register import register
-
-_PARTIAL_SUMS = 256
 
 
 def normalize_scores(scores: Tensor, *, eps: float = 1e-20, padding_mask: Tensor | None = None) -> Tensor:
@@ -38,7 +36,7 @@ def normalize_scores(scores: Tensor, *, eps: float = 1e-20, padding_mask: Tensor
     """
     operator = "normalize_scores"
     _check(operator, scores, padding_mask)
-    eps = check.finite_in(operator, "eps", eps, _wide(scores))
+    eps = check.finite_in(operator, "eps", eps, wide(scores))
     found: Tensor = _normalize_scores(scores, eps, padding_mask)
     return found
 
@@ -52,19 +50,9 @@ def _check(operator: str, scores: Tensor, padding_mask: Tensor | None) -> None:
             raise check.wrong_dtype(operator, "padding_mask", "torch.bool, True = padding", padding_mask)
 
 
-def _wide(scores: Tensor) -> torch.dtype:
-    return torch.float64 if scores.dtype is torch.float64 else torch.float32
-
-
 def _row_sums(x: Tensor) -> Tensor:
-    """[T, 1]: 256 partial sums, then neighbours are added to each other."""
-    pieces = F.pad(x, (0, -x.shape[1] % _PARTIAL_SUMS)).split(_PARTIAL_SUMS, dim=1) if x.shape[1] else ()
-    total = x.new_zeros(x.shape[0], _PARTIAL_SUMS)
-    for piece in pieces:
-        total = total + piece
-    while total.shape[1] > 1:
-        left, right = total.reshape(total.shape[0], total.shape[1] // 2, 2).unbind(2)
-        total = left + right
+    """[T, 1], in the order of gating's own sums."""
+    total: Tensor = dispatch.module("gating", "reference").sum_over_experts(x)
     return total
 
 
@@ -74,7 +62,7 @@ def _cleared(x: Tensor, padding_mask: Tensor | None) -> Tensor:
 
 def _divided(scores: Tensor, eps: float, padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """The quotients, and what they were divided by."""
-    x = _cleared(scores.to(_wide(scores)), padding_mask)
+    x = _cleared(scores.to(wide(scores)), padding_mask)
     divisor = _row_sums(x) + eps
     return _cleared(x / divisor, padding_mask), divisor
 

@@ -11,11 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moeroute.dtypes import wide
 from moeroute.ops.register import register
-
-
-def _wide(tokens: Tensor) -> torch.dtype:
-    return torch.float64 if tokens.dtype is torch.float64 else torch.float32
 
 
 def cut(device: str) -> bool:
@@ -27,12 +24,12 @@ def cut(device: str) -> bool:
 
 
 def _router_product(tokens: Tensor, weight: Tensor) -> Tensor:
-    wide = _wide(tokens)
+    dtype = wide(tokens)
     short = tokens.dtype is torch.bfloat16 and weight.dtype is torch.bfloat16  # there is nothing to cut
     with torch._C._DisableAutocast():
-        if wide is torch.float32 and not short and cut(tokens.device.type):
+        if dtype is torch.float32 and not short and cut(tokens.device.type):
             return F.linear(tokens.double(), weight.double()).float()
-        return F.linear(tokens.to(wide), weight.to(wide))
+        return F.linear(tokens.to(dtype), weight.to(dtype))
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
@@ -54,7 +51,7 @@ def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
 router_product = register(
     "router_product(Tensor tokens, Tensor weight) -> Tensor",
     _router_product,
-    lambda tokens, weight: tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=_wide(tokens)),
+    lambda tokens, weight: tokens.new_empty(tokens.shape[0], weight.shape[0], dtype=wide(tokens)),
     derivative=_derivative,
     setup=_setup,
     linear_in=(0, 1),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moeroute import check
+from moeroute.dtypes import wide
 from moeroute.ops.register import register
 
 _MOST_ROUNDS = 1000
@@ -67,9 +68,8 @@ def _log_scale(x: Tensor, axis: int) -> Tensor:
 
 def _operator(scores: Tensor, tolerance: float) -> Tensor:
     _check("sinkhorn", scores)
-    result = torch.float64 if scores.dtype is torch.float64 else torch.float32
     if scores.numel() == 0:
-        return scores.new_empty(scores.shape, dtype=result)
+        return scores.new_empty(scores.shape, dtype=wide(scores))
     x = scores.double()
     columns = x.new_zeros(1, x.shape[1])
     for _ in range(_MOST_ROUNDS):
@@ -77,13 +77,11 @@ def _operator(scores: Tensor, tolerance: float) -> Tensor:
         before, columns = columns, _log_scale(x + rows, 0)
         if not bool((columns - before).abs().mean() > tolerance):  # NaN ends it too
             break
-    return (x + rows + columns).exp().to(result).contiguous()
+    return (x + rows + columns).exp().to(wide(scores)).contiguous()
 
 
 _sinkhorn = register(
     "sinkhorn(Tensor scores, float tolerance) -> Tensor",
     _operator,
-    lambda scores, tolerance: scores.new_empty(
-        scores.shape, dtype=torch.float64 if scores.dtype is torch.float64 else torch.float32
-    ),
+    lambda scores, tolerance: scores.new_empty(scores.shape, dtype=wide(scores)),
 )

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from moeroute import memory
 from moeroute.ops import layout
 from moeroute.ops.gating.numba_backward import gating_backward
 from moeroute.ops.gating.numba_forward import (
@@ -18,8 +17,6 @@ from moeroute.ops.gating.numba_forward import (
     gating_forward,
 )
 
-SMALL = memory.SMALLEST // 8  # elements that the pool does not care for, whatever their dtype
-CPU = torch.device("cpu")
 SCORES = {
     "softmax": SOFTMAX,
     "sigmoid": SIGMOID,
@@ -28,15 +25,9 @@ SCORES = {
     "topk_sigmoid": TOPK_SIGMOID,
     "none": NONE,
 }
-empty = torch.empty
 
 # What one expert of one row costs, in the bytes of `launch.SERIAL_WORK`: 1.6 ns and 0.1 ns measured.
 FORWARD_BYTES, BACKWARD_BYTES = 16, 4
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The tensor itself where its rows are contiguous, whatever their distance; else a copy."""
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
 
 
 # Records are plain tuples in the order of their class: making a NamedTuple takes 0.35 µs, and one token needs six.
@@ -54,9 +45,9 @@ def _id_rows(ids: Tensor | None) -> tuple[int, int]:
 
 def _int32_ids(expert_ids: Tensor, num_experts: int) -> Tensor:
     if expert_ids.dtype == torch.int32:
-        return _rows(expert_ids)
+        return layout.rows(expert_ids)
     ids = expert_ids.to(torch.int64)  # looked at before it is narrowed
-    return _rows(torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(torch.int32))
+    return layout.rows(torch.where((ids >= 0) & (ids < num_experts), ids, -1).to(torch.int32))
 
 
 def gating_topk(
@@ -124,9 +115,13 @@ def gating_topk_backward(
     k = expert_ids.shape[1]
     if out is None:
         out = layout.new_matrix(tokens, num_experts, out_dtype)
-    scores, grad_weights, expert_ids = _rows(scores), _rows(grad_weights), _int32_ids(expert_ids, num_experts)
+    scores, grad_weights, expert_ids = (
+        layout.rows(scores),
+        layout.rows(grad_weights),
+        _int32_ids(expert_ids, num_experts),
+    )
     if grad_scores is not None:
-        grad_scores = _rows(grad_scores)
+        grad_scores = layout.rows(grad_scores)
     gating_backward(
         None,
         items=tokens,

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from moeroute.ops import layout
 from moeroute.ops.gating.triton_kernels import (
     gating_backward,
     gating_groups,
@@ -17,6 +18,7 @@ from moeroute.ops.triton_kit import (
     PARTIAL_SUMS,
     launch,
     power_of_two,
+    programs,
     tile_rows,
 )
 
@@ -37,11 +39,6 @@ BACKWARD_PIECE = 8192 if INTERPRETED else 256  # the same in the backward: longe
 # ---------------------------------------------------------------------------- launchers
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The tensor itself where its rows are contiguous, whatever their distance; else a copy."""
-    return x if x.stride(1) == 1 or x.shape[1] <= 1 else x.contiguous()
-
-
 def _tile(tokens: int, length: int, share: int = 1) -> dict[str, int]:
     """What `launch` wants to know for tiles with rows of this length, or with pieces of longer ones; a `share` of
     the rows where a thread holds more than the elements of a row."""
@@ -49,10 +46,6 @@ def _tile(tokens: int, length: int, share: int = 1) -> dict[str, int]:
     rows = max(rows // share, 1)
     rows = tile_rows(tokens, rows, max(length, PARTIAL_SUMS.value))
     return {"warps": warps, "ROWS": rows, "BLOCK": length}
-
-
-def _programs(items: int, tile: dict[str, int]) -> int:
-    return -(-items // tile["ROWS"])
 
 
 def _slots(k: int) -> int:
@@ -88,11 +81,11 @@ def gating_topk(
         scores = torch.empty((tokens, num_experts), dtype=torch.float32, device=logits.device)
     else:
         weights, ids, scores = out
-    logits = _rows(logits)
+    logits = layout.rows(logits)
     if bias is not None and (bias.dtype is torch.float64 or not bias.is_contiguous()):
         bias = bias.to(torch.float32).contiguous()
     if expert_ids is not None:
-        expert_ids = _rows(expert_ids)
+        expert_ids = layout.rows(expert_ids)
     group_size = num_experts // num_groups
     groups, length = 1, power_of_two(num_experts)
     if topk_groups < num_groups and expert_ids is None:
@@ -103,7 +96,7 @@ def gating_topk(
         tile = _tile(tokens, length, _share(length, k))
         launch(
             gating_tile,
-            _programs(tokens, tile),
+            programs(tokens, tile["ROWS"]),
             weights=weights,
             expert_ids=ids,
             scores=scores,
@@ -133,7 +126,7 @@ def gating_topk(
     tile = _tile(tokens, PIECE)
     launch(
         gating_scores,
-        _programs(tokens, tile),
+        programs(tokens, tile["ROWS"]),
         scores=scores,
         logits=logits,
         tokens=tokens,
@@ -151,7 +144,7 @@ def gating_topk(
             tile = _tile(tokens * num_groups, min(max(power_of_two(group_size), SHORTEST), PIECE))
             launch(
                 gating_groups,
-                _programs(tokens * num_groups, tile),
+                programs(tokens * num_groups, tile["ROWS"]),
                 group_values=group_values,
                 scores=scores,
                 bias=bias,
@@ -168,7 +161,7 @@ def gating_topk(
     tile = _tile(tokens, SHORTEST)
     launch(
         gating_weights,
-        _programs(tokens, tile),
+        programs(tokens, tile["ROWS"]),
         weights=weights,
         expert_ids=ids,
         scores=scores,
@@ -220,10 +213,10 @@ def _select(
     if length <= (LONGEST_SORTED if groups is None and k > MOST_SLOTS else LONGEST):
         tile = _tile(tokens, length, share=2)  # keys of 8 bytes
         tile["warps"] = min(tile["warps"], 8)
-        launch(gating_sort, _programs(tokens, tile), **shared, spare=True, LOG2=length.bit_length() - 1, **tile)
+        launch(gating_sort, programs(tokens, tile["ROWS"]), **shared, spare=True, LOG2=length.bit_length() - 1, **tile)
     else:
         tile = _tile(tokens, PIECE)
-        launch(gating_search, _programs(tokens, tile), **shared, **tile)
+        launch(gating_search, programs(tokens, tile["ROWS"]), **shared, **tile)
 
 
 def gating_topk_backward(
@@ -244,14 +237,14 @@ def gating_topk_backward(
     k = expert_ids.shape[1]
     if out is None:
         out = torch.empty((tokens, num_experts), dtype=out_dtype, device=scores.device)
-    scores, grad_weights, expert_ids = _rows(scores), _rows(grad_weights), _rows(expert_ids)
+    scores, grad_weights, expert_ids = layout.rows(scores), layout.rows(grad_weights), layout.rows(expert_ids)
     if grad_scores is not None:
-        grad_scores = _rows(grad_scores)
+        grad_scores = layout.rows(grad_scores)
     length = min(max(power_of_two(num_experts), SHORTEST), BACKWARD_PIECE)
     tile = _tile(tokens, length, _share(length, k))
     launch(
         gating_backward,
-        _programs(tokens, tile),
+        programs(tokens, tile["ROWS"]),
         out=out,
         scores=scores,
         grad_weights=grad_weights,

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from moeroute import check, dispatch
-from moeroute.dtypes import FLOATS, INTEGERS
+from moeroute.dtypes import FLOATS, INTEGERS, wide
+from moeroute.ops import layout
 from moeroute.ops.register import register
 
 BEST = "max"
@@ -122,7 +123,6 @@ def gating_topk(
     operator = "gating_topk"
     _check_matrix(operator, "logits", logits, "[T, E]")
     tokens, num_experts = logits.shape
-    exact = logits.dtype is torch.float64
     renormalize = _check_renormalize(operator, renormalize, score)
     if topk_groups is None:
         topk_groups = num_groups
@@ -133,7 +133,7 @@ def gating_topk(
     scaling_factor = _check_scalar(operator, "scaling_factor", scaling_factor, logits.dtype)
     eps = _check_scalar(operator, "eps", eps, logits.dtype)
     if weights_dtype is None:
-        weights_dtype = torch.float64 if exact else torch.float32
+        weights_dtype = wide(logits)
         if isinstance(out, tuple | list) and len(out) == 3 and isinstance(out[0], Tensor):
             weights_dtype = out[0].dtype
     if weights_dtype is not torch.float32:
@@ -143,48 +143,20 @@ def gating_topk(
             raise check.wrong_type(operator, "out", "a tuple of three tensors", out)
         names = ("out[0]", "out[1]", "out[2]")
         shapes = ((tokens, k), (tokens, k), (tokens, num_experts))
-        dtypes = (weights_dtype, torch.int32, _scores_dtype(logits))
+        dtypes = (weights_dtype, torch.int32, wide(logits))
         for i in range(3):
             others = (logits, bias, expert_ids, *(x for x in out[:i]))
             _check_out(operator, names[i], out[i], shapes[i], dtypes[i], *others)
-        logits = logits.resolve_neg()
-        bias = None if bias is None else bias.resolve_neg()
-        expert_ids = None if expert_ids is None else expert_ids.resolve_neg()
-    if out is not None or dispatch.plain(logits, bias, expert_ids):
-        found = _module(operator, backend, logits).gating_topk(
-            logits,
-            bias,
-            expert_ids,
-            k,
-            score,
-            num_groups,
-            topk_groups,
-            group_best,
-            renormalize,
-            scaling_factor,
-            eps,
-            weights_dtype,
-            out=out,
-        )
+        logits, bias, expert_ids = layout.resolved(logits), layout.resolved(bias), layout.resolved(expert_ids)
+    tensors = logits, bias, expert_ids
+    options = k, score, num_groups, topk_groups, group_best, renormalize, scaling_factor, eps, weights_dtype
+    if out is not None or dispatch.plain(*tensors):
+        found = _module(operator, backend, logits).gating_topk(*tensors, *options, out=out)
         if out is not None:
             for written in out:
                 increment_version(written)  # by address, of which autograd knows nothing
     else:
-        found = _gating_topk(
-            logits,
-            bias,
-            expert_ids,
-            k,
-            score,
-            num_groups,
-            topk_groups,
-            group_best,
-            renormalize,
-            scaling_factor,
-            eps,
-            weights_dtype,
-            backend,
-        )
+        found = _gating_topk(*tensors, *options, backend)
     return _as_gating(found)
 
 
@@ -247,19 +219,16 @@ def gating_topk_backward(
     check.float_dtype(operator, "out_dtype", out_dtype, _result_dtypes(scores))
     if out is not None:
         _check_out(operator, "out", out, tuple(scores.shape), out_dtype, scores, grad_weights, expert_ids, grad_scores)
-    if out is not None:
-        scores, grad_weights, expert_ids = scores.resolve_neg(), grad_weights.resolve_neg(), expert_ids.resolve_neg()
-        grad_scores = None if grad_scores is None else grad_scores.resolve_neg()
-    if out is not None or dispatch.plain(scores, grad_weights, expert_ids, grad_scores):
-        gradient: Tensor = _module(operator, backend, scores).gating_topk_backward(
-            scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, out=out
-        )
+        scores, grad_weights = layout.resolved(scores), layout.resolved(grad_weights)
+        expert_ids, grad_scores = layout.resolved(expert_ids), layout.resolved(grad_scores)
+    tensors = scores, grad_weights, expert_ids, grad_scores
+    options = score, renormalize, scaling_factor, eps, out_dtype
+    if out is not None or dispatch.plain(*tensors):
+        gradient: Tensor = _module(operator, backend, scores).gating_topk_backward(*tensors, *options, out=out)
         if out is not None:
             increment_version(out)
     else:
-        gradient = _gating_topk_backward(
-            scores, grad_weights, expert_ids, grad_scores, score, renormalize, scaling_factor, eps, out_dtype, backend
-        )
+        gradient = _gating_topk_backward(*tensors, *options, backend)
     return gradient
 
 
@@ -560,10 +529,6 @@ def _gating_topk_backward_operator(
     return gradient
 
 
-def _scores_dtype(logits: Tensor) -> torch.dtype:
-    return torch.float64 if logits.dtype is torch.float64 else torch.float32
-
-
 _gating_topk = register(
     "gating_topk(Tensor logits, Tensor? bias, Tensor? expert_ids, SymInt k, str score, SymInt num_groups, "
     "SymInt topk_groups, SymInt group_best, bool renormalize, float scaling_factor, float eps, "
@@ -572,7 +537,7 @@ _gating_topk = register(
     lambda logits, bias, expert_ids, k, *rest: (
         logits.new_empty((logits.shape[0], k), dtype=rest[-2]),
         logits.new_empty((logits.shape[0], k), dtype=torch.int32),
-        logits.new_empty(logits.shape, dtype=_scores_dtype(logits)),
+        logits.new_empty(logits.shape, dtype=wide(logits)),
     ),
     derivative=_gating_topk_derivative,
     setup=_gating_topk_setup,

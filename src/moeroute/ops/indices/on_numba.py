@@ -10,7 +10,7 @@ from moeroute.dtypes import LARGEST
 from moeroute.ops import layout
 from moeroute.ops.numba_kit.launch import element_ptr, kernel
 from moeroute.ops.numba_kit.pointers import int32_ptr, int64_ptr, is_null
-from moeroute.ops.planning.on_numba import CPU, INDEX_DTYPES, NONE, SLOT_WORK, address, count_up, row_of_slot_target
+from moeroute.ops.planning.on_numba import CPU, INDEX_DTYPES, NONE, SLOT_WORK, count_up, row_of_slot_target
 from moeroute.plan import PlanTensors
 
 # ---------------------------------------------------------------------------- kernels: rows of slots and of tokens
@@ -292,8 +292,8 @@ def plan_token_ids(
         work=SLOT_WORK * num_slots,
         row_of_slot=row_of_slot.data_ptr(),
         entry_of_slot=entry_of_slot.data_ptr(),
-        rows=address(rows),
-        expert_of_slot=address(experts),
+        rows=layout.address(rows),
+        expert_of_slot=layout.address(experts),
         num_rows=num_rows,
         rows_per_expert=rows_per_expert,
     )
@@ -331,8 +331,8 @@ def plan_chunks(
         starts=starts.data_ptr(),
         tokens=tokens.data_ptr(),
         lengths=lengths.data_ptr(),
-        order=address(order),
-        place=address(place),
+        order=layout.address(order),
+        place=layout.address(place),
         ranks=ranks,
         num_tokens=num_tokens,
     )
@@ -375,7 +375,7 @@ def plan_row_id_map(
         expert_of_slot=expert_of_slot.data_ptr(),
         slot_offsets=slot_offsets.data_ptr(),
         row_id_map=row_id_map.data_ptr(),
-        pad_offsets=address(pad_offsets),
+        pad_offsets=layout.address(pad_offsets),
         num_experts=num_experts,
         num_rows=num_rows,
     )

@@ -6,7 +6,7 @@ from torch import Tensor
 from moeroute import check, dispatch
 from moeroute.dtypes import LARGEST
 from moeroute.ops import layout
-from moeroute.ops.planning.common import destination, fake_vector, hand_over, index_tensor, or_empty
+from moeroute.ops.planning.common import fake_vector, index_tensor, or_empty, planned
 from moeroute.ops.register import PLAN_SCHEMA, register
 from moeroute.plan import PlanTensors, RoutingPlan, expect_plan, given_plan, make_plan, values_at
 
@@ -78,13 +78,8 @@ def plan_from_row_of_slot(
             raise check.wrong_shape(operator, "expert_of_slot", wanted, expert_of_slot)
         check.same_device(operator, "row_of_slot", row_of_slot, "expert_of_slot", expert_of_slot)
     chosen = dispatch.choose(operator, backend, row_of_slot.device)
-    out, into, (row_of_slot, expert_of_slot) = destination(operator, out, num_slots, row_of_slot, expert_of_slot)
-    if out is not None or dispatch.plain(row_of_slot, expert_of_slot):
-        found = _row_of_slot_operator(row_of_slot, expert_of_slot, num_rows, first_row, chosen, out=into)
-        hand_over(found[0], out)
-    else:
-        found = _plan_row_of_slot(row_of_slot, expert_of_slot, num_rows, first_row, chosen)
-    rows, slots, experts = found
+    inputs, options = (row_of_slot, expert_of_slot), (num_rows, first_row, chosen)
+    rows, slots, experts = planned(operator, _row_of_slot_operator, _plan_row_of_slot, inputs, options, out, num_slots)
     return make_plan(rows, slots, num_tokens, topk=topk, expert_of_slot=None if expert_of_slot is None else experts)
 
 
@@ -147,12 +142,8 @@ def plan_from_token_ids(
         if num_rows % num_experts:
             raise check.wrong_value(operator, "num_rows", f"a multiple of num_experts = {num_experts}", num_rows)
     chosen = dispatch.choose(operator, backend, token_ids.device)
-    out, into, (token_ids, rows) = destination(operator, out, num_slots, token_ids, rows)
-    if out is not None or dispatch.plain(token_ids, rows):
-        found = _token_ids_operator(token_ids, rows, num_tokens, num_rows, num_experts, chosen, out=into)
-        hand_over(found[0], out)
-    else:
-        found = _plan_token_ids(token_ids, rows, num_tokens, num_rows, num_experts, chosen)
+    inputs, options = (token_ids, rows), (num_tokens, num_rows, num_experts, chosen)
+    found = planned(operator, _token_ids_operator, _plan_token_ids, inputs, options, out, num_slots)
     row_of_slot, slot_of_row, offsets, experts, tokens = found
     if num_experts is None:
         return make_plan(row_of_slot, slot_of_row, num_tokens, slot_offsets=offsets)
@@ -255,12 +246,10 @@ def _chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     check.integer(operator, "num_tokens", num_tokens, 0, LARGEST)
     chosen = dispatch.choose(operator, backend, lengths.device)
-    out, into, (lengths, order) = destination(operator, out, num_tokens, lengths, order)
-    if out is None and not dispatch.plain(lengths, order):
-        found: tuple[Tensor, Tensor, Tensor] = _plan_chunks(lengths, order, num_tokens, chosen)
-        return found
-    found = _chunks_operator(lengths, order, num_tokens, chosen, out=into)
-    hand_over(found[0], out)
+    inputs, options = (lengths, order), (num_tokens, chosen)
+    found: tuple[Tensor, Tensor, Tensor] = planned(
+        operator, _chunks_operator, _plan_chunks, inputs, options, out, num_tokens
+    )
     return found
 
 
@@ -305,12 +294,8 @@ def plan_from_row_id_map(
     row_id_map, pad_offsets = _map_of(operator, row_id_map, pad_offsets)
     check.integer(operator, "num_rows", num_rows, 0, LARGEST)
     chosen = dispatch.choose(operator, backend, row_id_map.device)
-    out, into, (row_id_map, pad_offsets) = destination(operator, out, num_rows, row_id_map, pad_offsets)
-    if out is not None or dispatch.plain(row_id_map, pad_offsets):
-        found = dispatch.module("indices", chosen).plan_row_id_map(row_id_map, pad_offsets, num_rows, out=into)
-        hand_over(found[0], out)
-    else:
-        found = _plan_row_id_map(row_id_map, pad_offsets, num_rows, chosen)
+    inputs, options = (row_id_map, pad_offsets), (num_rows, chosen)
+    found = planned(operator, _row_id_map_operator, _plan_row_id_map, inputs, options, out, num_rows)
     rows, slots, offsets, experts = found
     return make_plan(rows, slots, row_id_map.shape[0], row_id_map.shape[1] // 2, None, offsets, experts)
 
@@ -403,11 +388,11 @@ def _row_of_slot_operator(
     backend: str,
     *,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     rows, slots, experts = dispatch.module("indices", backend).plan_row_of_slot(
         row_of_slot, expert_of_slot, num_rows, first_row, out=out
     )
-    return rows, slots, or_empty(experts, row_of_slot, torch.int32)
+    return rows, slots, experts
 
 
 def _token_ids_operator(
@@ -419,17 +404,11 @@ def _token_ids_operator(
     backend: str,
     *,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     row_of_slot, slot_of_row, offsets, experts, tokens = dispatch.module("indices", backend).plan_token_ids(
         token_ids, rows, num_tokens, num_rows, num_experts, out=out
     )
-    return (
-        row_of_slot,
-        slot_of_row,
-        offsets,
-        or_empty(experts, token_ids, torch.int32),
-        or_empty(tokens, token_ids, torch.int64),
-    )
+    return row_of_slot, slot_of_row, offsets, experts, tokens
 
 
 def _chunks_operator(
@@ -439,6 +418,15 @@ def _chunks_operator(
         lengths, order, num_tokens, out=out
     )
     return row_of_slot, slot_of_row, tokens
+
+
+def _row_id_map_operator(
+    row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, backend: str, *, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, slots, offsets, experts = dispatch.module("indices", backend).plan_row_id_map(
+        row_id_map, pad_offsets, num_rows, out=out
+    )
+    return rows, slots, offsets, experts
 
 
 def _registered_row_of_slot(
@@ -455,7 +443,8 @@ def _registered_row_of_slot(
     check.integer(operator, "num_rows", num_rows, 0, LARGEST)
     check.integer(operator, "first_row", first_row, 0, 2**62)
     dispatch.choose(operator, backend, row_of_slot.device)
-    return _row_of_slot_operator(row_of_slot, expert_of_slot, num_rows, first_row, backend)
+    rows, slots, experts = _row_of_slot_operator(row_of_slot, expert_of_slot, num_rows, first_row, backend)
+    return rows, slots, or_empty(experts, row_of_slot, torch.int32)
 
 
 def _registered_token_ids(
@@ -473,7 +462,11 @@ def _registered_token_ids(
         if num_rows % num_experts:
             raise check.wrong_value(operator, "num_rows", f"a multiple of num_experts = {num_experts}", num_rows)
     dispatch.choose(operator, backend, token_ids.device)
-    return _token_ids_operator(token_ids, rows, num_tokens, num_rows, num_experts, backend)
+    row_of_slot, slot_of_row, offsets, experts, tokens = _token_ids_operator(
+        token_ids, rows, num_tokens, num_rows, num_experts, backend
+    )
+    experts, tokens = or_empty(experts, token_ids, torch.int32), or_empty(tokens, token_ids, torch.int64)
+    return row_of_slot, slot_of_row, offsets, experts, tokens
 
 
 def _registered_chunks(
@@ -495,9 +488,7 @@ def _registered_row_id_map(
     row_id_map, pad_offsets = _map_of(operator, row_id_map, pad_offsets)
     check.integer(operator, "num_rows", num_rows, 0, LARGEST)
     dispatch.choose(operator, backend, row_id_map.device)
-    found = dispatch.module("indices", backend).plan_row_id_map(row_id_map, pad_offsets, num_rows)
-    rows, slots, offsets, experts = found
-    return rows, slots, offsets, experts
+    return _row_id_map_operator(row_id_map, pad_offsets, num_rows, backend)
 
 
 def _registered_map_of_plan(plan: PlanTensors, num_experts: int, backend: str) -> Tensor:

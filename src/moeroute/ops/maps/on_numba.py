@@ -9,13 +9,13 @@ from numba import int64
 from torch import Tensor
 
 from moeroute import check, memory
+from moeroute.ops import layout
 from moeroute.ops.numba_kit.launch import kernel
 from moeroute.ops.numba_kit.pointers import float32_ptr, int32_ptr, int64_ptr, is_null, uint8_ptr
 from moeroute.ops.planning.on_numba import (
     CPU,
     NONE,
     SLOT_WORK,
-    address,
     assign_rows,
     chunks_for,
     given,
@@ -297,11 +297,11 @@ def plan_routing_map(
         items=num_tokens,
         work=work,
         expert_of_slot=expert_of_slot.data_ptr(),
-        slot_weights=address(slot_weights),
+        slot_weights=layout.address(slot_weights),
         slot_offsets=offsets_at,
         routing_map=map_at,
         words=words,
-        weights=address(weights),
+        weights=layout.address(weights),
         num_experts=num_experts,
     )
     ids = expert_of_slot

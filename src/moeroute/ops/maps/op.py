@@ -11,13 +11,12 @@ from moeroute.ops.planning.common import (
     check_segments,
     checked_weights,
     deciding_weights,
-    destination,
     expert_bounds,
     fake_vector,
-    hand_over,
     no_data,
     optional_integer,
     or_empty,
+    planned,
     segment_of,
     unknown_size,
 )
@@ -148,20 +147,10 @@ def plan_from_routing_map(
     routing_map = routing_map.contiguous()
     num_slots = _size_option(operator, num_slots, topk, fill, capacity)
     options = (first, last, topk, fill, capacity, segment, align, num_rows, num_slots, check, chosen)
-    if topk is not None:
-        num_slots = num_tokens * topk
-    elif fill and capacity is not None:
-        num_slots = (last - first) * min(capacity, num_tokens)
+    num_slots = _known_slots(num_tokens, last - first, topk, fill, capacity, num_slots)
     if routing_map.is_meta and (num_slots is None or num_rows is None):
         raise no_data(operator, "topk (or num_slots)" if num_slots is None else "num_rows")
-    out, into, (routing_map, weights) = destination(operator, out, num_slots, routing_map, weights)
-    if out is not None or dispatch.plain(routing_map, weights):
-        found = _map_operator(routing_map, weights, *options, out=into)
-        if out is not None and out.numel() != found[0].numel():
-            raise checks.wrong_shape(operator, "out", f"of S = {found[0].numel()} elements", out)
-        hand_over(found[0], out)
-    else:
-        found = _plan_routing_map(routing_map, weights, *options)
+    found = planned(operator, _map_operator, _plan_routing_map, (routing_map, weights), options, out, num_slots)
     row_of_slot, slot_of_row, offsets, experts, tokens, rows = found
     padded = segment is not None or align > 1
     return make_plan(
@@ -186,6 +175,18 @@ def _size_option(
     if num_slots is not None and (topk is not None or (fill and capacity is not None)):
         raise checks.wrong_value(operator, "num_slots", "None with topk, and with fill and a capacity", num_slots)
     return optional_integer(operator, "num_slots", num_slots)
+
+
+def _known_slots(
+    num_tokens: int, experts: int, topk: int | None, fill: bool, capacity: int | None, num_slots: int | None
+) -> int | None:
+    """S, where it is known without looking."""
+    if topk is not None:
+        return num_tokens * topk
+    if fill and capacity is not None:
+        size: int = experts * torch.sym_min(capacity, num_tokens)
+        return size
+    return num_slots
 
 
 def _refuse_map(routing_map: Tensor, topk: int | None) -> None:
@@ -227,12 +228,14 @@ def _map_operator(
     backend: str,
     *,
     out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
     if check:
         _refuse_map(routing_map, topk)
     if routing_map.element_size() > 1:  # kernels read bytes
         routing_map = routing_map != 0
-    row_of_slot, slot_of_row, offsets, experts, tokens, rows = dispatch.module("maps", backend).plan_routing_map(
+    found: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None] = dispatch.module(
+        "maps", backend
+    ).plan_routing_map(
         routing_map,
         weights,
         first_expert,
@@ -246,14 +249,7 @@ def _map_operator(
         num_slots,
         out=out,
     )
-    return (
-        row_of_slot,
-        slot_of_row,
-        or_empty(offsets, routing_map, torch.int32),
-        experts,
-        tokens,
-        or_empty(rows, routing_map, torch.int64),
-    )
+    return found
 
 
 def _registered_map(
@@ -289,7 +285,7 @@ def _registered_map(
         if topk is not None:
             raise checks.wrong_value(operator, "topk", "None with fill", topk)
     dispatch.choose(operator, backend, routing_map.device, None if weights is None else weights.dtype)
-    return _map_operator(
+    row_of_slot, slot_of_row, offsets, experts, tokens, rows = _map_operator(
         routing_map.contiguous(),
         weights,
         first_expert,
@@ -304,6 +300,8 @@ def _registered_map(
         check,
         backend,
     )
+    offsets, rows = or_empty(offsets, routing_map, torch.int32), or_empty(rows, routing_map, torch.int64)
+    return row_of_slot, slot_of_row, offsets, experts, tokens, rows
 
 
 def _map_fake(
@@ -322,12 +320,9 @@ def _map_fake(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_tokens, experts = routing_map.shape[0], last_expert - first_expert
-    if topk is not None:
-        num_slots = num_tokens * topk
-    elif fill and capacity is not None:
-        num_slots = experts * torch.sym_min(capacity, num_tokens)
-    elif num_slots is None:
-        num_slots = unknown_size()
+    num_slots = _known_slots(num_tokens, experts, topk, fill, capacity, num_slots)
+    if num_slots is None:
+        num_slots = unknown_size()  # one size for two tensors
     return (
         fake_vector(routing_map, num_slots),
         fake_vector(routing_map, num_rows),

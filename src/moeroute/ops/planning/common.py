@@ -1,6 +1,6 @@
 """What the constructors of plans share: checks of index tensors and options, `out`, shapes that only the data knows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 
 from moeroute import check, dispatch
 from moeroute.dtypes import LARGEST
+from moeroute.ops import layout
 
 # What the kernels read, for each dtype of ids that is taken.
 _INDEX_DTYPE = {
@@ -85,13 +86,21 @@ def expert_bounds(operator: str, num_experts: int, expert_range: Any) -> tuple[i
     return first, last
 
 
-def destination(
-    operator: str, out: Any, num_slots: int | None, *inputs: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, list[Any]]:
-    """The caller's buffer for row_of_slot, checked, the vector that a kernel writes (None: other strides), and the
-    inputs as a launcher may read them."""
+def planned(
+    operator: str,
+    direct: Callable[..., Any],
+    registered: Callable[..., Any],
+    inputs: tuple[Tensor | None, ...],
+    options: tuple[Any, ...],
+    out: Any,
+    num_slots: int | None,
+) -> Any:
+    """The tensors of a plan, row_of_slot first: from `direct`, where it may be called, else from torch.library.
+
+    `out`: the caller's buffer for row_of_slot, which is checked and gets it; num_slots: S where it is known.
+    """
     if out is None:
-        return None, None, list(inputs)
+        return (direct if dispatch.plain(*inputs) else registered)(*inputs, *options)
     check.tensor(operator, "out", out)
     if out.dtype is not torch.int32:
         raise check.wrong_dtype(operator, "out", "torch.int32", out)
@@ -99,18 +108,16 @@ def destination(
         raise check.wrong_shape(operator, "out", f"of S = {num_slots} elements", out)
     dispatch.direct(operator, "out", out, *inputs)
     check.writable(operator, "out", out, *inputs)
-    into = out.view(-1) if out.is_contiguous() else None
-    return out, into, [None if tensor is None else tensor.resolve_neg() for tensor in inputs]
-
-
-def hand_over(row_of_slot: Tensor, out: Tensor | None) -> None:
-    """Finish writing row_of_slot into the caller's `out`, and tell autograd."""
-    if out is None:
-        return
-    if out.is_contiguous():
+    in_place = out.is_contiguous()
+    inputs = tuple(layout.resolved(tensor) for tensor in inputs)
+    found = direct(*inputs, *options, out=out.view(-1) if in_place else None)
+    if out.numel() != found[0].numel():
+        raise check.wrong_shape(operator, "out", f"of S = {found[0].numel()} elements", out)
+    if in_place:
         increment_version(out)  # it was written by address, of which autograd knows nothing
     else:
-        out.copy_(row_of_slot.view(out.shape))
+        out.copy_(found[0].view(out.shape))
+    return found
 
 
 def segment_of(

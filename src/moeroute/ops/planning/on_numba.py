@@ -11,6 +11,7 @@ from numba import int64
 from torch import Tensor
 
 from moeroute import check, memory
+from moeroute.ops import layout
 from moeroute.ops.numba_kit.helpers import helper
 from moeroute.ops.numba_kit.launch import SERIAL_WORK, element_ptr, kernel, thread_count
 from moeroute.ops.numba_kit.pointers import float32_ptr, int32_ptr, int64_ptr, is_null
@@ -283,11 +284,6 @@ def given(option: int | None) -> int:
     return -1 if option is None else option
 
 
-def address(tensor: Tensor | None) -> int:
-    """The address of a tensor, 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def row_of_slot_target(out: Tensor | None, num_slots: int) -> Tensor:
     """Where row_of_slot is written: the caller's contiguous int32 tensor, or a fresh one."""
     return memory.empty((num_slots,), torch.int32) if out is None else out
@@ -317,7 +313,7 @@ def count_up(
     tokens = torch.empty(experts, dtype=torch.int64, device=CPU)
     rows = torch.empty(experts, dtype=torch.int64, device=CPU) if segment is not None or align > 1 else None
     row_of_slot = row_of_slot_target(out, num_slots)
-    counts_at, tokens_at, rows_at, ids_at = counts.data_ptr(), tokens.data_ptr(), address(rows), ids.data_ptr()
+    counts_at, tokens_at, rows_at, ids_at = counts.data_ptr(), tokens.data_ptr(), layout.address(rows), ids.data_ptr()
     count(
         dtype,
         items=chunks,

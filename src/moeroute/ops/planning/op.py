@@ -15,14 +15,13 @@ from moeroute.ops.planning.common import (
     check_segments,
     checked_weights,
     deciding_weights,
-    destination,
     expert_bounds,
     fake_vector,
-    hand_over,
     index_tensor,
     no_data,
     optional_integer,
     or_empty,
+    planned,
     segment_of,
 )
 from moeroute.ops.register import register
@@ -118,13 +117,10 @@ def plan_from_expert_ids(
     if num_rows is None and expert_ids.is_meta:
         raise no_data(operator, "num_rows")
     if num_experts is None:
-        out, into, (expert_ids,) = destination(operator, out, num_tokens * topk, expert_ids)
-        chosen = dispatch.choose(operator, backend, expert_ids.device)
-        if out is not None or dispatch.plain(expert_ids):
-            row_of_slot, slot_of_row = _any_ids_operator(expert_ids, num_rows, check, chosen, out=into)
-            hand_over(row_of_slot, out)
-        else:
-            row_of_slot, slot_of_row = _plan_any_ids(expert_ids, num_rows, check, chosen)
+        few = num_rows, check, dispatch.choose(operator, backend, expert_ids.device)
+        row_of_slot, slot_of_row = planned(
+            operator, _any_ids_operator, _plan_any_ids, (expert_ids,), few, out, num_tokens * topk
+        )
         return make_plan(row_of_slot, slot_of_row, num_tokens, topk=topk)
 
     if weights is not None:
@@ -136,34 +132,11 @@ def plan_from_expert_ids(
         raise checks.wrong_value(operator, "weights", "given with drop='weight'", None)
     dtype = None if weights is None else weights.dtype
     chosen = dispatch.choose(operator, backend, expert_ids.device, dtype)
-    into = None
-    if out is not None:
-        out, into, (expert_ids, weights) = destination(operator, out, num_tokens * topk, expert_ids, weights)
-    if out is not None or dispatch.plain(expert_ids, weights):
-        if check:
-            _refuse_ids(expert_ids, num_experts)
-        if by_choice:
-            expert_ids, weights = _first_choices(expert_ids, weights, first, last, capacity, chosen), None
-        row_of_slot, slot_of_row, tokens, rows = dispatch.module("planning", chosen).plan_expert_ids(
-            expert_ids, weights, first, last, capacity, segment, align, num_rows, out=into
-        )
-        if out is not None:
-            hand_over(row_of_slot, out)
-    else:
-        row_of_slot, slot_of_row, tokens, rows = _plan_expert_ids(
-            expert_ids,
-            weights,
-            num_experts,
-            first,
-            last,
-            capacity,
-            segment,
-            align,
-            num_rows,
-            by_choice,
-            check,
-            chosen,
-        )
+    inputs = expert_ids, weights
+    options = num_experts, first, last, capacity, segment, align, num_rows, by_choice, check, chosen
+    row_of_slot, slot_of_row, tokens, rows = planned(
+        operator, _ids_operator, _plan_expert_ids, inputs, options, out, num_tokens * topk
+    )
     padded = segment is not None or align > 1
     return make_plan(
         row_of_slot,
@@ -328,15 +301,17 @@ def _ids_operator(
     by_choice: bool,
     check: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     if check:
         _refuse_ids(expert_ids, num_experts)
     if by_choice:
         expert_ids, weights = _first_choices(expert_ids, weights, first_expert, last_expert, capacity, backend), None
     row_of_slot, slot_of_row, tokens, rows = dispatch.module("planning", backend).plan_expert_ids(
-        expert_ids, weights, first_expert, last_expert, capacity, segment, align, num_rows
+        expert_ids, weights, first_expert, last_expert, capacity, segment, align, num_rows, out=out
     )
-    return row_of_slot, slot_of_row, tokens, or_empty(rows, expert_ids, torch.int64)
+    return row_of_slot, slot_of_row, tokens, rows
 
 
 def _any_ids_operator(
@@ -367,7 +342,7 @@ def _registered_expert_ids(
     weights = checked_weights(operator, weights, "expert_ids", expert_ids)
     check_segments(operator, first_expert, last_expert, num_experts, capacity, segment, align, num_rows)
     dispatch.choose(operator, backend, expert_ids.device, None if weights is None else weights.dtype)
-    return _ids_operator(
+    row_of_slot, slot_of_row, tokens, rows = _ids_operator(
         expert_ids,
         weights,
         num_experts,
@@ -381,6 +356,7 @@ def _registered_expert_ids(
         check,
         backend,
     )
+    return row_of_slot, slot_of_row, tokens, or_empty(rows, expert_ids, torch.int64)
 
 
 def _registered_any_ids(expert_ids: Tensor, num_rows: int | None, check: bool, backend: str) -> tuple[Tensor, Tensor]:

@@ -195,7 +195,7 @@ def dynamic_quantize(
     out: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Allocates the [R, H] and [R] results, or writes what `out` has of them, of any strides."""
-    rows, smooth = layout.rows(rows), None if smooth is None else smooth.contiguous()
+    rows, smooth = layout.rows(rows), layout.contiguous(smooth)
     (num_rows, hidden), size = rows.shape, rows.element_size()
     target = layout.target(out[0], (num_rows, hidden), torch.int8)
     scales = layout.target(out[1], (num_rows,), torch.float32)
@@ -245,7 +245,7 @@ def spread_quantized(
     out: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Allocates the [R, H] and [R] results, or writes what `out` has of them, of any strides."""
-    x, smooth = layout.rows(x), None if smooth is None else smooth.contiguous()
+    x, smooth = layout.rows(x), layout.contiguous(smooth)
     (num_tokens, hidden), num_rows, size = x.shape, plan.slot_of_row.numel(), x.element_size()
     target = layout.target(out[0], (num_rows, hidden), torch.int8)
     scales = layout.target(out[1], (num_rows,), torch.float32)

@@ -62,7 +62,7 @@ def dynamic_quantize(
     smooth, expert_of_row = _factors(operator, smooth, expert_of_row, rows, rows.shape[0], None)
     if out is not None:
         out = _check_pair(operator, out, tuple(rows.shape), rows, smooth, expert_of_row)
-        rows, smooth = layout.resolved(rows), None if smooth is None else layout.resolved(smooth)
+        rows, smooth = layout.resolved(rows), layout.resolved(smooth)
     if out is not None or dispatch.plain(rows, smooth, expert_of_row):
         found: tuple[Tensor, Tensor] = _module(operator, backend, rows).dynamic_quantize(
             rows, smooth, expert_of_row, out=out or (None, None)
@@ -161,7 +161,7 @@ def spread_quantized(
     smooth, expert_of_row = _factors(operator, smooth, expert_of_row, x, plan.num_rows, plan)
     if out is not None:
         out = _check_pair(operator, out, (plan.num_rows, x.shape[1]), x, smooth, expert_of_row, *plan.tensors[:4])
-        x, smooth = layout.resolved(x), None if smooth is None else layout.resolved(smooth)
+        x, smooth = layout.resolved(x), layout.resolved(smooth)
     if out is not None or dispatch.plain(x, smooth, expert_of_row):
         found: tuple[Tensor, Tensor] = _module(operator, backend, x).spread_quantized(
             x, smooth, expert_of_row, plan.tensors, out=out or (None, None)

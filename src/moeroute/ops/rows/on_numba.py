@@ -451,7 +451,7 @@ def combine(
         weights = None if weights is None else _float_weights(weights)
         init, init_stride = (None, 0) if init is None else layout.matrix(init)
         init_more, init_more_stride = (None, 0) if init_more is None else layout.matrix(init_more)
-        bias = None if bias is None else bias.contiguous()
+        bias = layout.contiguous(bias)
         combine_biased(
             rows.dtype,
             items=num_tokens,
@@ -546,7 +546,7 @@ def row_dots(
     """Allocates the [S] result, or writes `out`, of any stride."""
     (rows, rows_stride), (x, x_stride) = layout.matrix(rows), layout.matrix(x)
     (num_tokens, hidden), num_slots = x.shape, plan.row_of_slot.shape[0]
-    bias = None if bias is None else bias.contiguous()
+    bias = layout.contiguous(bias)
     dots = layout.target(out, (num_slots,), torch.float32)
     row_dots_kernel(
         rows.dtype,

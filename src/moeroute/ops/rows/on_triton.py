@@ -331,10 +331,6 @@ def _aligned(*tensors: Tensor | None) -> bool:
     return all(t is None or not (t.data_ptr() % 16 or t.stride(0) % 16 or t.shape[1] % 16) for t in tensors)
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
 def combine(
     rows: Tensor,
     weights: Tensor | None,
@@ -357,10 +353,10 @@ def combine(
         programs(plan.num_tokens, tokens) * programs(hidden, block),
         out=target,
         rows=rows,
-        weights=_contiguous(weights),
+        weights=layout.contiguous(weights),
         init=init,
         init_more=init_more,
-        bias=_contiguous(bias),
+        bias=layout.contiguous(bias),
         row_of_slot=plan.row_of_slot,
         expert_of_slot=None if bias is None else plan.expert_of_slot,
         slot_offsets=plan.slot_offsets,
@@ -400,7 +396,7 @@ def spread(x: Tensor, weights: Tensor | None, plan: PlanTensors, *, out: Tensor 
         copies + programs(num_rows, zero_rows),
         out=written,
         x=x,
-        weights=_contiguous(weights),
+        weights=layout.contiguous(weights),
         row_of_slot=plan.row_of_slot,
         slot_of_row=plan.slot_of_row,
         slot_offsets=plan.slot_offsets,
@@ -480,7 +476,7 @@ def row_dots(
 ) -> Tensor:
     """Allocates the [S] result, or writes `out`, of any stride."""
     dots = layout.target(out, (plan.row_of_slot.shape[0],), dtype, rows.device)
-    _dots(dots, None, rows, x, None, _contiguous(bias), plan)
+    _dots(dots, None, rows, x, None, layout.contiguous(bias), plan)
     return layout.finish(dots, out)
 
 

@@ -76,7 +76,7 @@ def spread_checked(
     """weights: one a slot, of any shape."""
     if out is not None:
         layout.check_out(operator, out, (plan.num_rows, x.shape[1]), x.dtype, x, weights, *plan.tensors[:4])
-        x, weights = layout.resolved(x), None if weights is None else layout.resolved(weights)
+        x, weights = layout.resolved(x), layout.resolved(weights)
     if out is not None or (dispatch.plain(x, weights) and not x.is_conj()):
         return _module(operator, backend, x).spread(x, weights, plan.tensors, out=out)
     if weights is not None:
@@ -151,7 +151,7 @@ def combine(
         layout.check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, *inputs)
     rows = layout.resolved(rows)
     first, second = (*map(layout.resolved, starts), None, None)[:2]
-    weights, bias = (None if tensor is None else layout.resolved(tensor) for tensor in (weights, bias))
+    weights, bias = layout.resolved(weights), layout.resolved(bias)
     return _module(operator, backend, rows).combine(
         rows, weights, plan.tensors, init=first, init_more=second, bias=bias, out=out
     )
@@ -163,7 +163,7 @@ def combine_checked(
     """weights: one a slot, of any shape."""
     if out is not None:
         layout.check_out(operator, out, (plan.num_tokens, rows.shape[1]), rows.dtype, rows, weights, *plan.tensors[:4])
-        rows, weights = layout.resolved(rows), None if weights is None else layout.resolved(weights)
+        rows, weights = layout.resolved(rows), layout.resolved(weights)
     if out is not None or dispatch.plain(rows, weights):
         return _module(operator, backend, rows).combine(rows, weights, plan.tensors, out=out)
     if weights is not None:
@@ -225,7 +225,7 @@ def row_dots(
             dispatch.direct(operator, "bias", rows, x, bias)
         if out is not None:
             layout.check_out(operator, out, (plan.num_slots,), dtype, rows, x, bias, *plan.tensors[:4])
-        rows, x, bias = layout.resolved(rows), layout.resolved(x), None if bias is None else layout.resolved(bias)
+        rows, x, bias = layout.resolved(rows), layout.resolved(x), layout.resolved(bias)
     if direct or dispatch.plain(rows, x):
         return _module(operator, backend, rows).row_dots(rows, x, plan.tensors, dtype, bias=bias, out=out)
     return _row_dots(rows, x, plan.tensors, dtype, backend)

@@ -73,7 +73,8 @@ def refused(function: str, argument: str, wanted: str, got: object, phrase: str 
 
 def unavailable(function: str, argument: str, value: object, what: str = "") -> NotImplementedError:
     """The error for a value that is legal in torch_npu and not built here."""
-    return NotImplementedError(f"{function}: {argument}={value}{f' ({what})' if what else ''} is not available on a CPU")
+    meaning = f" ({what})" if what else ""
+    return NotImplementedError(f"{function}: {argument}={value}{meaning} is not available on a CPU")
 
 
 def dtype_of(function: str, argument: str, value: torch.dtype | int) -> torch.dtype:

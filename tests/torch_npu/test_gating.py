@@ -1,5 +1,7 @@
 """torch_npu's gating against float64 torch written out here, and its gradient against autograd of that."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -201,7 +203,7 @@ def test_softmax_v2(dtype: torch.dtype, renorm: int, output_softmax: bool) -> No
 # ---------------------------------------------------------------------------- bad input
 
 X = torch.zeros(3, 4)
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], str]] = {
     "three axes": (dict(x=X[None]), r"x must be of shape \[\*, \*\]; got shape \[1, 3, 4\]"),
     "k of too many": (dict(k=5), "k must be"),
     "a bias of another dtype": (
@@ -221,8 +223,9 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input(case: str) -> None:
     changes, message = BAD[case]
+    arguments: dict[str, Any] = {"x": X, "k": 2, **changes}
     with pytest.raises(RuntimeError, match=f"^npu_moe_gating_top_k: .*{message}"):
-        npu.npu_moe_gating_top_k(**{"x": X, "k": 2, **changes})  # type: ignore[arg-type]
+        npu.npu_moe_gating_top_k(**arguments)
 
 
 def test_bad_softmax() -> None:

@@ -62,12 +62,13 @@ def largest(x: Tensor) -> Tensor:
 
 def sum_over_experts(x: Tensor) -> Tensor:
     """[T, 1]: 256 partial sums, then neighbours are added to each other."""
-    padded = torch.nn.functional.pad(x, (0, -x.shape[1] % PARTIAL_SUMS))
-    total = torch.zeros_like(padded[:, :PARTIAL_SUMS])
-    for part in padded.split(PARTIAL_SUMS, dim=1):
-        total = total + part
+    total = x.new_zeros(x.shape[0], PARTIAL_SUMS)
+    if x.shape[1]:
+        for part in torch.nn.functional.pad(x, (0, -x.shape[1] % PARTIAL_SUMS)).split(PARTIAL_SUMS, dim=1):
+            total = total + part
     while total.shape[1] > 1:
-        total = total[:, 0::2] + total[:, 1::2]
+        left, right = total.reshape(len(total), total.shape[1] // 2, 2).unbind(2)  # vmap has no rule for slices
+        total = left + right
     return total
 
 

@@ -1,0 +1,362 @@
+"""MX fp8 against a model in NumPy's float64, in which every step is exact."""
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+from moeroute.interop.torch_npu import mx
+
+Array = npt.NDArray[Any]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TYPES = {
+    E4M3: (4, 3, 7, 448.0, 8),
+    E5M2: (5, 2, 15, 57344.0, 15),
+}  # bits of exponent and mantissa, bias, largest, its exponent
+MODES = {2: E5M2, 3: E4M3, 16: E5M2, 17: E4M3}
+
+
+# ---------------------------------------------------------------------------- the model
+
+
+def value_of(code: int, dtype: torch.dtype) -> float:
+    """What a byte stands for, by the definition of the format."""
+    exponent_bits, mantissa_bits, bias, _, _ = TYPES[dtype]
+    exponent, mantissa = (code & 0x7F) >> mantissa_bits, code & (2**mantissa_bits - 1)
+    sign = -1.0 if code & 0x80 else 1.0
+    if dtype is E4M3 and code & 0x7F == 0x7F:
+        return math.nan
+    if dtype is E5M2 and exponent == 2**exponent_bits - 1:
+        return math.nan if mantissa else sign * math.inf
+    if exponent == 0:
+        return sign * mantissa * 2.0 ** (1 - bias - mantissa_bits)
+    return sign * (1 + mantissa / 2**mantissa_bits) * 2.0 ** (exponent - bias)
+
+
+VALUES = {dtype: np.array([value_of(code, dtype) for code in range(256)]) for dtype in TYPES}
+
+
+def decoded(elements: Tensor) -> Array:
+    found: Array = VALUES[elements.dtype][elements.view(torch.uint8).numpy()]
+    return found
+
+
+def nearest_code(values: Array, dtype: torch.dtype) -> Array:
+    """The byte of each value: nearest, ties to the even byte, saturated; NaN is 0x7f whatever its sign."""
+    positive = VALUES[dtype][:128]
+    positive = positive[np.isfinite(positive)]
+    magnitude = np.minimum(np.abs(values), positive[-1])
+    above = np.searchsorted(positive, magnitude).clip(0, len(positive) - 1)
+    below = np.maximum(above - 1, 0)
+    up, down = positive[above] - magnitude, magnitude - positive[below]
+    code = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    code = np.where(magnitude == positive[above], above, code)
+    return np.where(np.isnan(values), 0x7F, code + 128 * np.signbit(values)).astype(np.uint8)
+
+
+def scale_byte(largest: Array, dtype: torch.dtype, rule: str) -> Array:
+    """The first power of two with which nothing saturates, or the last one that is not above 2^-emax * largest."""
+    _, _, _, most, top = TYPES[dtype]
+    powers = np.arange(-126 if rule == "round" else -127, 128)
+    if rule == "round":
+        found = powers[np.searchsorted(most * 2.0**powers, largest).clip(0, len(powers) - 1)]
+    else:
+        found = powers[(np.searchsorted(2.0 ** (powers + top), largest, side="right") - 1).clip(0)]
+    byte = np.where(largest == 0, 0, found + 127)
+    return np.where(np.isfinite(largest), byte, 255).astype(np.uint8)
+
+
+def truncated(values: Array) -> Array:
+    """float32 values without what a bfloat16 has no room for."""
+    bits = values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32).astype(np.float64)
+
+
+def quantized(
+    blocks: Array, dtype: torch.dtype, rule: str, truncate: bool = False, smallest: float = 0.0
+) -> tuple[Array, Array]:
+    """Codes and scale bytes of blocks [..., 32] (or shorter ones) along the last axis."""
+    largest = np.abs(blocks).max(-1)
+    largest = np.where(np.isnan(largest), largest, np.maximum(largest, np.float64(np.float32(smallest))))
+    byte = scale_byte(truncated(largest) if truncate else largest, dtype, rule)
+    exponent = byte[..., None].astype(np.float64) - 127
+    with np.errstate(invalid="ignore", over="ignore"):
+        scaled = np.where((exponent == 128) & np.isfinite(blocks), 0.0, blocks * 2.0**-exponent)
+    return nearest_code(scaled, dtype), byte
+
+
+def same_codes(actual: Tensor, expected: Array) -> None:
+    """The same bytes; any NaN is as good as any other."""
+    assert actual.shape == expected.shape
+    codes = actual.view(torch.uint8).numpy()
+    nan = np.isnan(VALUES[actual.dtype])
+    np.testing.assert_array_equal(np.where(nan[codes], 0x7F, codes), np.where(nan[expected], 0x7F, expected))
+
+
+def same_scale(actual: Tensor, expected: Array) -> None:
+    assert actual.dtype is torch.float8_e8m0fnu
+    assert actual.is_contiguous()
+    np.testing.assert_array_equal(actual.view(torch.uint8).numpy(), expected)
+
+
+# ---------------------------------------------------------------------------- rows
+
+
+def every_value(dtype: torch.dtype) -> Tensor:
+    """[65536, 32]: every 16-bit float as the first of a block, and 31 that are no larger, some in the middle of two."""
+    first = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(dtype)
+    parts = torch.rand(65536, 31, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    parts[:, :8] = (parts[:, :8] * 32).round() / 32
+    parts[:, 8:16] *= 2.0 ** -torch.arange(0, 16, 2)
+    return torch.cat([first[:, None], (first.float()[:, None] * parts).to(dtype)], 1)
+
+
+@pytest.mark.parametrize("quant_mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blocks_of_every_16_bit_float(dtype: torch.dtype, quant_mode: int) -> None:
+    rows = every_value(dtype)
+    elements, scale = mx.quantize_rows(rows, quant_mode)
+    smallest = 1e-4 if quant_mode > 3 else 0.0
+    values = rows.double().numpy()
+    codes, byte = quantized(values, MODES[quant_mode], "round", dtype is torch.float16, smallest)
+    assert elements.dtype is MODES[quant_mode]
+    same_codes(elements, codes)
+    same_scale(scale, np.stack([byte, np.zeros_like(byte)], 1))
+
+
+@pytest.mark.parametrize("dst_type, dtype", [(24, E4M3), (23, E5M2)])
+def test_floor_rule_of_every_bfloat16(dst_type: int, dtype: torch.dtype) -> None:
+    rows = every_value(torch.bfloat16)
+    elements, scale = mx.npu_dynamic_mx_quant(rows, dst_type=dst_type)
+    codes, byte = quantized(rows.double().numpy(), dtype, "floor")
+    same_codes(elements, codes)
+    same_scale(scale, np.stack([byte, np.zeros_like(byte)], 1)[:, None])
+
+
+@pytest.mark.parametrize("width", [0, 1, 31, 32, 33, 64, 65, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rows_of_any_width(dtype: torch.dtype, width: int) -> None:
+    """The last block is shorter; a column of byte 0 makes the number of scales even."""
+    generator = torch.Generator().manual_seed(width)
+    rows = (torch.randn(7, width, generator=generator) * 10.0 ** torch.arange(-3, 4)[:, None]).to(dtype)
+    rows = torch.stack([rows, rows], 2)[..., 0]  # not contiguous
+    elements, scale = mx.quantize_rows(rows, 3)
+    blocks = -(-width // 32)
+    assert scale.shape == (7, blocks + blocks % 2)
+    expected = np.zeros(scale.shape, np.uint8)
+    for block in range(blocks):
+        part = slice(32 * block, min(32 * block + 32, width))
+        codes, expected[:, block] = quantized(rows[:, part].double().numpy(), E4M3, "round", dtype is torch.float16)
+        same_codes(elements[:, part].contiguous(), codes)
+    same_scale(scale, expected)
+
+
+def byte_and_values(values: list[float], quant_mode: int) -> tuple[int, list[float]]:
+    row = torch.tensor([values + [0.0] * (32 - len(values))])
+    elements, scale = mx.quantize_rows(row, quant_mode)
+    return int(scale.view(torch.uint8)[0, 0]), decoded(elements)[0, : len(values)].tolist()
+
+
+def test_worked_numbers_of_round_scale() -> None:
+    """Scales are 2^(byte - 127): the largest, 448 or 57344, needs none; anything above needs a 2."""
+    assert byte_and_values([448.0, -448.0, 17.0, 19.0, 18.0], 3) == (127, [448, -448, 16, 20, 18])
+    assert byte_and_values([448.5, 224.0], 3) == (128, [224, 112])  # 224.25 in steps of 16
+    assert byte_and_values([1.0, 2.0**-18, 1.5 * 2.0**-18], 3) == (119, [256, 0, 2.0**-9])  # half a step: to the even 0
+    assert byte_and_values([57344.0, 9.0, 11.0], 2) == (127, [57344, 8, 12])
+    assert byte_and_values([57345.0], 2) == (128, [28672])
+    assert byte_and_values([0.0, -0.0], 3) == (0, [0, 0])
+    assert byte_and_values([0.0], 17) == (127 - 22, [0])  # 1e-4 is 1.6 * 2^-14, and 14 + 8 = 22
+    assert byte_and_values([1e-5], 17) == (127 - 22, [40.0])  # 41.9, in steps of 4
+    assert byte_and_values([0.0], 16) == (127 - 29, [0])
+
+
+def test_worked_numbers_of_the_floor_rule() -> None:
+    """The largest may saturate: 1.9 * 2^8 has exponent 8, and so the scale 1."""
+    row = torch.tensor([[486.4, 100.0, -1.0]])
+    elements, scale = mx.npu_dynamic_mx_quant(row, dst_type=torch.float8_e4m3fn)
+    assert decoded(elements).tolist() == [[448, 96, -1]]
+    assert scale.view(torch.uint8).tolist() == [[[127, 0]]]
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("quant_mode", MODES)
+def test_a_block_with_an_infinity_or_nan(quant_mode: int, bad: float) -> None:
+    """Byte 255; only that block is lost."""
+    row = torch.ones(1, 96)
+    row[0, 40] = bad
+    elements, scale = mx.quantize_rows(row, quant_mode)
+    most = TYPES[MODES[quant_mode]][3]
+    one = 2.0 ** TYPES[MODES[quant_mode]][4]
+    expected = np.concatenate([np.full(32, one), np.zeros(32), np.full(32, one)])
+    expected[40] = bad if math.isnan(bad) else math.copysign(most, bad)
+    np.testing.assert_array_equal(decoded(elements)[0], expected)
+    byte = 127 - TYPES[MODES[quant_mode]][4]
+    same_scale(scale, np.array([[byte, 255, byte, 0]], np.uint8))
+
+
+@pytest.mark.parametrize("rule", ["round", "floor"])
+def test_the_smallest_and_largest_of_float32(rule: str) -> None:
+    """Denormal blocks keep the smallest scale; the largest float32 is in range."""
+    tiny, huge = 2.0**-149, torch.finfo(torch.float32).max
+    row = torch.tensor([[tiny, 3 * tiny], [2.0**-126, tiny], [huge, 1.0], [2.0**-118, 2.0**-126]])
+    if rule == "round":
+        elements, scale = mx.quantize_rows(row, 3)
+        scale = scale.view(torch.float8_e8m0fnu)[:, :1]
+    else:
+        elements, pairs = mx.npu_dynamic_mx_quant(row, dst_type=24)
+        scale = pairs[:, 0, :1].contiguous()
+    codes, byte = quantized(row.double().numpy(), E4M3, rule)
+    same_codes(elements, codes)
+    same_scale(scale.contiguous(), byte[:, None])
+    assert byte.tolist() == ([1, 1, 247, 1] if rule == "round" else [0, 0, 246, 1])
+
+
+# ---------------------------------------------------------------------------- along an axis, and down the rows
+
+
+@pytest.mark.parametrize("dst_type, dtype", [(292, E4M3), (291, E5M2)])
+@pytest.mark.parametrize("axis", [-1, -2, 0, 1])
+def test_any_axis(axis: int, dst_type: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = torch.randn(70, 33, 128, generator=generator).to(torch.bfloat16)
+    elements, scale = mx.npu_dynamic_mx_quant(values, axis=axis, dst_type=dst_type)
+    size = values.shape[axis]
+    shape = list(values.shape)
+    shape[axis] = -(-size // 64)
+    assert scale.shape == (*shape, 2)
+    expected = np.zeros((*shape, 2), np.uint8)
+    for block in range(-(-size // 32)):
+        here = torch.arange(32 * block, min(32 * block + 32, size))
+        part = values.index_select(axis, here).movedim(axis, -1).double().numpy()
+        codes, byte = quantized(part, dtype, "floor")
+        found = elements.view(torch.uint8).index_select(axis, here).movedim(axis, -1).contiguous().view(dtype)
+        same_codes(found, codes)
+        np.moveaxis(expected, axis if axis >= 0 else axis - 1, 0)[block // 2, ..., block % 2] = byte
+    same_scale(scale, expected)
+
+
+def test_rows_in_groups() -> None:
+    """A group's blocks begin at its first row; its scales lie at first // 64 + group."""
+    ends = [5, 5, 70, 134, 134, 200]
+    rows = torch.randn(210, 6, generator=torch.Generator().manual_seed(2)).to(torch.float16)
+    for dst_type, dtype in ((23, E5M2), (torch.float8_e4m3fn, E4M3)):
+        elements, scale = mx.npu_grouped_dynamic_mx_quant(rows, torch.tensor(ends), dst_type=dst_type)
+        codes = np.zeros((210, 6), np.uint8)
+        scales = np.zeros((210 // 64 + 6, 6, 2), np.uint8)
+        start = 0
+        for group, end in enumerate(ends):
+            for number, first in enumerate(range(start, end, 32)):
+                part = slice(first, min(first + 32, end))
+                found, byte = quantized(rows[part].T.double().numpy(), dtype, "floor")
+                codes[part] = found.T
+                scales[start // 64 + group + number // 2, :, number % 2] = byte
+            start = end
+        same_codes(elements, codes)
+        same_scale(scale, scales)
+    elements, scale = mx.npu_grouped_dynamic_mx_quant(rows[:0], torch.tensor([0, 0], dtype=torch.int32))
+    assert (elements.shape, scale.shape) == ((0, 6), (2, 6, 2))
+
+
+# ---------------------------------------------------------------------------- products
+
+
+def drawn(rows: int, size: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    """Finite elements [rows, size] and scale bytes [rows, pairs, 2]."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 120, (rows, size), generator=generator)
+    codes += 128 * torch.randint(0, 2, codes.shape, generator=generator)
+    scale = torch.randint(120, 134, (rows, -(-size // 64), 2), generator=generator)
+    return codes.to(torch.uint8).view(dtype), scale.to(torch.uint8)
+
+
+@pytest.mark.parametrize("size", [0, 1, 32, 64, 96, 130])
+@pytest.mark.parametrize("left, right", [(E4M3, E4M3), (E5M2, E4M3), (E5M2, E5M2)])
+def test_scaled_product(left: torch.dtype, right: torch.dtype, size: int) -> None:
+    """The sum over blocks of the products of elements, times both scales."""
+    x, x_scale = drawn(5, size, left, 3)
+    wt, wt_scale = drawn(7, size, right, 4)
+    expected = np.zeros((5, 7))
+    for block in range(-(-size // 32)):
+        part = slice(32 * block, min(32 * block + 32, size))
+        place = (slice(None), block // 2, block % 2)
+        powers = x_scale[place].double().numpy()[:, None] + wt_scale[place].double().numpy()[None] - 254
+        inner = decoded(x[:, part].contiguous()) @ decoded(wt[:, part].contiguous()).T
+        expected += inner * 2.0**powers
+    scale = x_scale.view(torch.float8_e8m0fnu)
+    got = mx.scaled_product(x, wt.view(torch.uint8).t().view(right), scale, wt_scale.transpose(0, 1))
+    torch.testing.assert_close(got, torch.from_numpy(expected).float(), rtol=2e-7, atol=0)
+
+
+def test_scaled_product_where_one_side_alone_is_out_of_range() -> None:
+    """448 * 2^127 is no float32, and 2^-127 on the other side brings it back; a scale of 255 makes NaN."""
+    x, w = torch.full((2, 1), 448.0).to(E4M3), torch.full((1, 2), 1.0).to(E4M3)
+    x_scale = torch.tensor([[[254, 0]], [[127, 0]]], dtype=torch.uint8)
+    w_scale = torch.tensor([[[0, 0], [255, 0]]], dtype=torch.uint8)
+    expected = torch.tensor([[448.0, math.nan], [448.0 * 2.0**-127, math.nan]])
+    torch.testing.assert_close(mx.scaled_product(x, w, x_scale, w_scale), expected, equal_nan=True, rtol=0, atol=0)
+
+
+def test_what_is_quantised_and_multiplied_is_near_the_product() -> None:
+    generator = torch.Generator().manual_seed(5)
+    x, w = torch.randn(9, 96, generator=generator), torch.randn(96, 4, generator=generator)
+    x_fp8, x_scale = mx.quantize_rows(x, 3)
+    w_fp8, w_scale = mx.npu_dynamic_mx_quant(w, axis=0, dst_type=24)
+    got = mx.scaled_product(x_fp8, w_fp8, x_scale.unflatten(1, (-1, 2)), w_scale)
+    torch.testing.assert_close(got, x @ w, rtol=0, atol=0.1 * 96**0.5)
+
+
+# ---------------------------------------------------------------------------- bad input
+
+X = torch.ones(4, 8)
+NOT_BUILT = [
+    (lambda: mx.npu_dynamic_mx_quant(X), "npu_dynamic_mx_quant: dst_type=296 (float4_e2m1fn_x2) is not available on a CPU"),
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=297), "npu_dynamic_mx_quant: dst_type=297 (float4_e1m2fn_x2) is not"),
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, block_size=64), "npu_dynamic_mx_quant: block_size=64 is not"),
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, scale_alg=1), "npu_dynamic_mx_quant: scale_alg=1 is not"),
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, dst_type_max=6.0), "npu_dynamic_mx_quant: dst_type_max=6.0 is not"),
+    (lambda: mx.npu_grouped_dynamic_mx_quant(X, torch.tensor([4]), dst_type=290), "npu_grouped_dynamic_mx_quant: dst_type=290 (HiFloat8) is not"),
+    (lambda: mx.quantize_blocks(X, 4), "npu_moe_init_routing_v2: quant_mode=4 (fp8 with groups of 128) is not"),
+]  # fmt: skip
+WRONG = [
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, axis=2), "axis must be an axis of 2 dimensions; got 2"),
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, block_size=33), "block_size must be 32; got 33"),
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, round_mode="floor"), "round_mode must be 'rint' for fp8; got 'floor'"),
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=1), "dst_type must be float8_e5m2 or float8_e4m3fn; got 1"),
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=999), "dst_type must be a torch.dtype or the number of one; got 999"),
+    (lambda: mx.npu_dynamic_mx_quant(X.int(), dst_type=24), "float16, bfloat16 or float32; got torch.int32"),
+    (lambda: mx.npu_grouped_dynamic_mx_quant(X[0], torch.tensor([4])), "x must be of shape [*, *]; got shape [8]"),
+    (lambda: mx.npu_grouped_dynamic_mx_quant(X, torch.tensor([5])), "group_index must be ascending and at most 4, the rows of x; got [5]"),
+    (lambda: mx.npu_grouped_dynamic_mx_quant(X, torch.tensor([2, 1])), "ascending and at most 4, the rows of x; got [2, 1]"),
+    (lambda: mx.npu_grouped_dynamic_mx_quant(X, torch.tensor([-1])), "ascending and at most 4, the rows of x; got [-1]"),
+    (lambda: mx.npu_grouped_dynamic_mx_quant(X, torch.tensor([4]), blocksize=64), "blocksize must be 32; got 64"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, words", NOT_BUILT)
+def test_not_built(call: Any, words: str) -> None:
+    with pytest.raises(NotImplementedError) as raised:
+        call()
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("call, words", WRONG)
+def test_wrong_arguments(call: Any, words: str) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        call()
+    assert type(raised.value) is RuntimeError
+    assert words in str(raised.value)
+    assert str(raised.value).startswith("npu_")
+
+
+def test_no_gradient_and_inference_mode() -> None:
+    x = torch.ones(2, 40, requires_grad=True)
+    for elements, scale in (mx.npu_dynamic_mx_quant(x, dst_type=24), mx.quantize_rows(x, 2)):
+        assert not elements.requires_grad
+        assert not scale.requires_grad
+    with torch.inference_mode():
+        elements, _ = mx.npu_grouped_dynamic_mx_quant(x, torch.tensor([2]))
+    assert decoded(elements)[0, 0] == 2.0**15

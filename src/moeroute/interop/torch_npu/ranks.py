@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from moeroute.dtypes import FLOATS
 from moeroute.interop.torch_npu.arguments import dtype_of, npu_function, refused, unavailable
-from moeroute.interop.torch_npu.groups import Ranks, dtype_number, ranks_of
-from moeroute.interop.torch_npu.groups import register_group as register_group
+from moeroute.interop.torch_npu.process_groups import Ranks, dtype_number, ranks_of
+from moeroute.interop.torch_npu.process_groups import register_group as register_group
 from moeroute.interop.torch_npu.ranks_layout import (
     Experts,
     Layout,

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from moeroute import check
 from moeroute.dtypes import FLOATS
 from moeroute.interop.torch_npu.arguments import npu_function, refused, unavailable
-from moeroute.interop.torch_npu.groups import Ranks, dtype_number, ranks_of
+from moeroute.interop.torch_npu.process_groups import Ranks, dtype_number, ranks_of
 from moeroute.interop.torch_npu.ranks import ASSIST
 from moeroute.interop.torch_npu.ranks_layout import (
     Experts,

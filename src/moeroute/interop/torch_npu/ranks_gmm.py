@@ -13,7 +13,7 @@ from torch import Tensor
 from moeroute import check
 from moeroute.dtypes import FLOATS
 from moeroute.interop.torch_npu.arguments import npu_function, refused
-from moeroute.interop.torch_npu.groups import Ranks, dtype_number, ranks_of
+from moeroute.interop.torch_npu.process_groups import Ranks, dtype_number, ranks_of
 from moeroute.interop.torch_npu.ranks_layout import check_absent, check_rows
 from moeroute.ops.experts import grouped_linear
 from moeroute.ops.indices.op import plan_from_segments

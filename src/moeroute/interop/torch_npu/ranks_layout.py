@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moeroute import check
 from moeroute.interop.torch_npu.arguments import refused, unavailable
-from moeroute.interop.torch_npu.groups import Ranks
+from moeroute.interop.torch_npu.process_groups import Ranks
 
 
 @dataclass(frozen=True)

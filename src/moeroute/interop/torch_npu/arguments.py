@@ -7,11 +7,14 @@ A wrong argument is a RuntimeError, as torch_npu's own checks raise, in the form
 What is legal there and not built here is a NotImplementedError, never an approximation.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
 import torch
+
+from moeroute.ops.experts import autocast_is_on
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -32,6 +35,9 @@ _DTYPES = {
     6: torch.float32,
     7: torch.float64,
     11: torch.bool,
+    12: torch.qint8,
+    13: torch.quint8,
+    14: torch.qint32,
     15: torch.bfloat16,
     16: torch.quint4x2,
     23: torch.float8_e5m2,
@@ -86,3 +92,13 @@ def dtype_of(function: str, argument: str, value: torch.dtype | int) -> torch.dt
     if value not in _DTYPES:
         raise refused(function, argument, "a torch.dtype or the number of one", value)
     return _DTYPES[value]
+
+
+@contextlib.contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Matrix products in the dtypes that are given, under autocast too: torch_npu's own do not follow it."""
+    if autocast_is_on(device.type):
+        with torch.autocast(device.type, enabled=False):
+            yield
+    else:
+        yield

@@ -100,6 +100,20 @@ def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int], 
     return _linear(rows, weight, sizes, bias)
 
 
+def grouped_outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    """The other product of the pair, in the dtype of its operands: ``out[e] = left[segment e].T @ right[segment e]``.
+
+    Args:
+        left: [R, I], float.
+        right: [R, O], the dtype of left.
+        sizes: int64 [E], as for `grouped_linear`.
+    """
+    if not sizes.is_meta and not by_ends(sizes, left, left.shape[1], right.shape[1]):
+        sizes = sizes.cpu()
+    result: Tensor = _outer(left, right, sizes)
+    return result
+
+
 def by_ends(sizes: Tensor, rows: Tensor, *widths: int) -> bool:
     """Whether the sizes stay on the device: `grouped_mm` takes bfloat16 there, in rows of 16 bytes.
 

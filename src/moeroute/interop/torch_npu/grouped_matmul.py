@@ -226,7 +226,9 @@ def grouped_rows(products: Products, found: list[Segment]) -> Tensor:
     width = products.width(weight[0])
     if any(products.width(matrix) != width for matrix in matrices):
         wanted = "of one width N for one result"
-        raise refused(products.function, "weight", wanted, [products.width(matrix) for matrix in matrices])
+        raise refused(
+            products.function, products.name("weight"), wanted, [products.width(matrix) for matrix in matrices]
+        )
     in_order = [segment.group for segment in found] == list(range(len(matrices)))
     if products.plain and weight[0].ndim == 3 and len(x) == 1 and matrices and in_order:
         sizes = torch.tensor([stop - start for _, start, stop in found], dtype=torch.int64, device=x[0].device)
@@ -346,7 +348,7 @@ def _matrices(products: Products) -> list[Tensor]:
     x, weight = products.x, products.weight
     matrices = list(weight[0].unbind(0)) if len(weight) == 1 and weight[0].ndim == 3 else weight
     for number, matrix in enumerate(matrices):
-        check.shaped(products.function, f"weight[{number}]", matrix, (x[0].shape[-1], None))
+        check.shaped(products.function, f"{products.name('weight')}[{number}]", matrix, (x[0].shape[-1], None))
     widths = [products.width(matrix) for matrix in matrices]
     products.sort_parameters(widths, [tensor.shape[0] for tensor in x], or_of_groups=True)
     return matrices

@@ -7,7 +7,8 @@ float8       the same, the product in float32
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ class Products:
         per_token_scale: float.
         act_type: the number of an activation.
         output_dtype: of the results.
+        names: what the function calls its weight, scale and per_token_scale, for errors.
     """
 
     def __init__(
@@ -110,8 +112,10 @@ class Products:
         per_token_scale: list[Tensor] | None = None,
         act_type: int = 0,
         output_dtype: torch.dtype = torch.float32,
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.function, self.x, self.weight, self.dtype = function, x, weight, output_dtype
+        self._names = names
         self._given = {
             name: None if value is None else tensors_of(function, name, value)
             for name, value in (
@@ -147,8 +151,8 @@ class Products:
         if x in FLOATS and weight in (torch.int8, torch.int32):
             return "weight-only"
         if weight is torch.int32 and x in (torch.int8, torch.int32):
-            raise unavailable(self.function, "weight", "int32", f"4-bit numbers with {x} x")
-        raise refused(self.function, "weight", f"of a type that goes with {x} x", weight)
+            raise unavailable(self.function, self.name("weight"), "int32", f"4-bit numbers with {x} x")
+        raise refused(self.function, self.name("weight"), f"of a type that goes with {x} x", weight)
 
     def _check_types(self) -> None:
         function, given, kind = self.function, self._given, self.kind
@@ -167,7 +171,7 @@ class Products:
         if kind == "weight-only" and given["antiquant_scale"] is None:
             raise refused(function, "antiquant_scale", f"given for a weight of {self.weight[0].dtype}", None)
         if kind == "integer" and self.dtype is not torch.int32 and given["scale"] is None:
-            raise refused(function, "scale", "given for int8, unless output_dtype is int32", None)
+            raise refused(function, self.name("scale"), "given for int8, unless output_dtype is int32", None)
         quantised = {"integer": (*FLOATS, torch.int32), "float8": FLOATS}
         allowed = quantised.get(kind, (self.x[0].dtype, torch.float32))
         for tensor in given["bias"] or ():
@@ -179,6 +183,10 @@ class Products:
         if self.kind == "weight-only" or self._given["bias"] is not None:
             wanted = "None, and the weight not of integers alone, for group_type 2"
             raise refused(self.function, "bias", wanted, f"a weight of {self.weight[0].dtype}")
+
+    def name(self, argument: str) -> str:
+        """The function's own name for an argument of `npu_grouped_matmul`."""
+        return self._names.get(argument, argument)
 
     def width(self, matrix: Tensor) -> int:
         """N of a matrix [K, N], whose numbers may be packed."""
@@ -200,7 +208,7 @@ class Products:
 
         def of(name: str, parts: bool = False) -> list[Tensor] | None:
             tensors = given[name]
-            return None if tensors is None else _by_group(function, name, tensors, widths, parts)
+            return None if tensors is None else _by_group(function, self.name(name), tensors, widths, parts)
 
         self._bias, self._scale, self._offset = of("bias"), of("scale"), of("offset")
         self._factor, self._shift = of("antiquant_scale", parts=True), of("antiquant_offset", parts=True)
@@ -213,7 +221,7 @@ class Products:
             self._group_scale = _float_of(tokens[0]).reshape(-1)
         elif tokens is not None:
             wanted = f"of {num_tokens} numbers" + (f", or of {len(widths)} for the groups" if or_of_groups else "")
-            raise refused(function, "per_token_scale", wanted, [list(tensor.shape) for tensor in tokens])
+            raise refused(function, self.name("per_token_scale"), wanted, [list(tensor.shape) for tensor in tokens])
 
     def write(self, group: int, rows: Tensor, matrix: Tensor, tokens: slice, out: Tensor) -> None:
         """rows [m, K] @ matrix [K, N] into out [m, N]; `tokens` are the places of the rows among all."""

@@ -43,18 +43,28 @@ def register_group(name: str, group: Any) -> None:
     _GROUPS[name] = group
 
 
-def ranks_of(function: str, argument: str, name: str, world_size: int, device: torch.device) -> "Ranks":
-    """The ranks of a group's name. A world of 1 needs no group, unless one is registered under the name."""
+def ranks_of(function: str, rows: str, tensor: Tensor, argument: str, name: str, world_size: int) -> "Ranks":
+    """The ranks of a group's name. A world of 1 needs no group, unless one is registered under the name.
+
+    Args:
+        function: whose arguments these are.
+        rows: the name of the tensor that is exchanged.
+        tensor: that one.
+        argument: the name of the argument that names the group.
+        name: of the group.
+        world_size: how many ranks the caller expects.
+    """
+    check.tensor(function, rows, tensor)
     if not isinstance(name, str):
         raise refused(function, argument, "a str", type(name).__name__)
     group = _GROUPS.get(name)
     if group is None and world_size != 1 and dist.is_available() and dist.is_initialized():
         group = _torch_group(name)
     if group is None:
-        return Ranks(function, None, 1, 0, device)
+        return Ranks(function, None, 1, 0, tensor.device)
     if (rank := dist.get_rank(group)) < 0:
         raise refused(function, argument, "the name of a group that this process is in", name)
-    wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+    wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else tensor.device
     return Ranks(function, group, dist.get_world_size(group), rank, wire)
 
 

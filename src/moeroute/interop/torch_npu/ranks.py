@@ -71,7 +71,7 @@ def npu_moe_distribute_dispatch(
     expand_idx has the place of each slot among those that this rank sends to its expert, -1 for one that is not sent.
     """
     got = _dispatch(
-        ranks_of("npu_moe_distribute_dispatch", "group_ep", group_ep, ep_world_size, x.device),
+        ranks_of("npu_moe_distribute_dispatch", "x", x, "group_ep", group_ep, ep_world_size),
         x,
         expert_ids,
         Experts(ep_world_size, ep_rank_id, moe_expert_num, shared_expert_num, shared_expert_rank_num),
@@ -139,7 +139,7 @@ def npu_moe_distribute_dispatch_v2(
                 raise unavailable(function, name, dtype, f"this has {wanted}")
 
     got = _dispatch(
-        ranks_of("npu_moe_distribute_dispatch_v2", "group_ep", group_ep, ep_world_size, x.device),
+        ranks_of("npu_moe_distribute_dispatch_v2", "x", x, "group_ep", group_ep, ep_world_size),
         x,
         expert_ids,
         Experts(

@@ -75,7 +75,7 @@ def npu_moe_distribute_combine(
             raise unavailable(function, "comm_quant_mode", comm_quant_mode)
 
     return _combine(
-        ranks_of("npu_moe_distribute_combine", "group_ep", group_ep, ep_world_size, expand_x.device),
+        ranks_of("npu_moe_distribute_combine", "expand_x", expand_x, "group_ep", group_ep, ep_world_size),
         expand_x,
         expert_ids,
         expand_idx,
@@ -143,7 +143,7 @@ def npu_moe_distribute_combine_v2(
             raise unavailable(function, "comm_quant_mode", comm_quant_mode)
 
     return _combine(
-        ranks_of("npu_moe_distribute_combine_v2", "group_ep", group_ep, ep_world_size, expand_x.device),
+        ranks_of("npu_moe_distribute_combine_v2", "expand_x", expand_x, "group_ep", group_ep, ep_world_size),
         expand_x,
         expert_ids,
         assist_info_for_combine,
@@ -196,7 +196,8 @@ def _combine(
         check_known(function, expert_ids, active_slots(function, mask, expert_ids), experts.experts, experts.special)
         check_like_ids(function, "expert_scales", expert_scales, expert_ids)
         if shared_expert_x is not None:
-            check_rows(function, "shared_expert_x", shared_expert_x.flatten(0, -2), len(expert_ids), expand_x)
+            flat = shared_expert_x if shared_expert_x.ndim < 3 else shared_expert_x.flatten(0, -2)
+            check_rows(function, "shared_expert_x", flat, len(expert_ids), expand_x)
         counts = _counts(function, ep_send_counts, layout, len(expand_x))
         if assist:
             notes = _notes(function, index, counts)
@@ -233,7 +234,7 @@ def _combine(
     weights = pad(expert_scales.float(), (0, layout.columns), value=1.0)
     if shared_expert_x is not None:
         own = torch.where(active.any(1), torch.arange(len(places), device=rows.device) + len(rows), -1)
-        rows = torch.cat([rows, shared_expert_x.reshape(-1, rows.shape[1])])
+        rows = torch.cat([rows, shared_expert_x.flatten(0, -2)])
         row_of_slot = torch.cat([row_of_slot[:, :topk], own[:, None], row_of_slot[:, topk:]], 1)
         weights = pad(weights, (0, 1), value=1.0)
     if experts.special:
@@ -282,7 +283,7 @@ def _rows_by_note(function: str, notes: Tensor, places: Tensor) -> Tensor:
 
 def _rows_by_place(function: str, expand_idx: Tensor, layout: Layout, places: Tensor, back: Tensor) -> Tensor:
     """As `_rows_by_note`, of the first version's index: a row's number among those of its place."""
-    own = expand_idx.long().view(len(places), -1)
+    own = expand_idx.long().view(len(places), places.shape[1] - layout.columns)
     shared = (places[:, own.shape[1] :] >= 0).long()
     number = torch.cat([own, shared.cumsum(0) - 1], 1)
     expert = places.clamp(min=0)
@@ -331,7 +332,7 @@ def _with_special(
     ends = [experts.experts]
     for number in (experts.zero, experts.copy, experts.const):
         ends.append(ends[-1] + number)
-    triple = [t.view(experts.const, -1).expand(experts.const, hidden) for t in values if t is not None]
+    triple = [(t if t.ndim == 2 else t[:, None]).expand(experts.const, hidden) for t in values if t is not None]
     return combine_special(
         rows if len(rows) else rows.new_zeros(1, hidden),
         row_of_slot,

@@ -97,8 +97,7 @@ def npu_alltoallv_gmm(
         that were multiplied, or None without permute_out_flag).
     """
     function = "npu_alltoallv_gmm"
-    check.tensor(function, "gmm_x", gmm_x)
-    ranks = ranks_of(function, "hcom", hcom, ep_world_size, gmm_x.device)
+    ranks = ranks_of(function, "gmm_x", gmm_x, "hcom", hcom, ep_world_size)
 
     products = _Products(gmm_x, gmm_weight, trans_gmm_weight, mm_x, mm_weight, trans_mm_weight)
 
@@ -142,8 +141,7 @@ def npu_gmm_alltoallv(
         (the products [R, O], by rank and inside one by its experts; mm_x @ mm_weight or None).
     """
     function = "npu_gmm_alltoallv"
-    check.tensor(function, "gmm_x", gmm_x)
-    ranks = ranks_of(function, "hcom", hcom, ep_world_size, gmm_x.device)
+    ranks = ranks_of(function, "gmm_x", gmm_x, "hcom", hcom, ep_world_size)
 
     products = _Products(gmm_x, gmm_weight, trans_gmm_weight, mm_x, mm_weight, trans_mm_weight)
 

@@ -246,6 +246,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (combine, {"const_expert_num": 1, "ori_x": X}, "const_expert_alpha_1 must be of shape [1, 2] with constant"),
     (combine_1, {"expand_idx": IDS[0]}, "expand_idx must be of shape [4]; got [2]"),
     (combine_1, {"expand_idx": torch.ones(4)}, "expand_idx must be what dispatch returned"),
+    (combine_1, {"expand_idx": torch.full((4,), -2)}, "expand_idx must be what dispatch returned"),
     (gmm, {"send_counts": [1, 1, 1]}, "recv_counts must be as long as send_counts, 3; got 2"),
     (gmm, {"send_counts": [2, 1]}, "send_counts must be such that they add up to the 2 rows of gmm_x; got [2, 1]"),
     (gmm, {"send_counts": []}, "send_counts must be a list of a multiple of 1 ints; got []"),
@@ -303,3 +304,20 @@ def test_what_a_single_rank_is_given_stays_as_it_is() -> None:
     gmm()
     for given, kept in zip((X, IDS, WEIGHTS), before, strict=True):
         assert torch.equal(given, kept)
+
+
+def test_autocast_changes_no_product() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, dense, _ = npu_alltoallv_gmm(X, torch.ones(1, 2, 3), "ep", 1, [2], [2], mm_x=X, mm_weight=X)
+    assert dense is not None
+    assert (y.dtype, dense.dtype) == (torch.float32, torch.float32)
+
+
+def test_slots_that_the_first_version_did_not_send_have_no_row() -> None:
+    """Whether or not the way back is given the mask."""
+    mask = torch.tensor([[True, False], [False, False]])
+    rows, _, index, _, totals, *_ = npu_moe_distribute_dispatch(X, IDS, x_active_mask=mask, **ONE)
+    assert index.tolist() == [0, -1, -1, -1]
+    for given in (mask, None):
+        out = npu_moe_distribute_combine(rows, IDS, index, totals, WEIGHTS, x_active_mask=given, **ONE)
+        assert out.tolist() == [[0.5, 1.0], [0, 0]]

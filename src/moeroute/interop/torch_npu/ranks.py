@@ -116,9 +116,9 @@ def npu_moe_distribute_dispatch_v2(
     """Send a copy of each token to the ranks of its experts; get the rows of this rank's.
 
     x is [N, H], expert_ids [N, K]; ids from moe_expert_num on are the special experts, which get nothing. Tokens, or
-    slots, that x_active_mask [N] or [N, K] switches off are not sent. With quant_mode 2 rows travel as int8; scales
-    [moe_expert_num, H], with shared experts [J + moe_expert_num, H], the shared ones first, then multiply x. Ranks
-    with different N need global_bs: the world size times the largest.
+    slots, that x_active_mask [N] or [N, K] switches off are not sent; a token without any goes to no shared expert.
+    With quant_mode 2 rows travel as int8; scales [moe_expert_num, H], with shared experts [J + moe_expert_num, H], the
+    shared ones first, then multiply x. Ranks with different N need global_bs: the world size times the largest.
 
     Returns:
         (rows [A, H], by expert, source rank, token and slot; their scales, float32 [A], or None without quant_mode;

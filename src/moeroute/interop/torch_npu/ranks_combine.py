@@ -63,7 +63,7 @@ def npu_moe_distribute_combine(
 ) -> Tensor:
     """The first version of `npu_moe_distribute_combine_v2`: it takes the expand_idx of the first dispatch.
 
-    With shared ranks x_active_mask must be the one that dispatch got.
+    With shared ranks, x_active_mask must be the one that dispatch got.
     """
 
     def options(function: str) -> None:
@@ -262,7 +262,7 @@ def _notes(function: str, assist: Tensor, counts: Tensor) -> Tensor:
     if assist.ndim != 1 or assist.dtype is not torch.int32 or len(assist) < num_rows * ASSIST:
         got = f"{assist.dtype} {list(assist.shape)}"
         raise refused(function, "assist_info_for_combine", f"int32 [A * {ASSIST}] with A >= {num_rows}", got)
-    found = assist[: num_rows * ASSIST].view(num_rows, ASSIST)
+    found = assist[: num_rows * ASSIST].reshape(num_rows, ASSIST)
     source = torch.arange(counts.shape[1]).repeat(len(counts)).repeat_interleave(counts.flatten())
     if not torch.equal(found[:, 0].cpu().long(), source):
         raise refused(function, "assist_info_for_combine", "what dispatch returned beside ep_send_counts", "another")
@@ -282,15 +282,15 @@ def _rows_by_note(function: str, notes: Tensor, places: Tensor) -> Tensor:
 
 
 def _rows_by_place(function: str, expand_idx: Tensor, layout: Layout, places: Tensor, back: Tensor) -> Tensor:
-    """As `_rows_by_note`, of the first version's index: a row's number among those of its place."""
-    own = expand_idx.long().view(len(places), places.shape[1] - layout.columns)
+    """As `_rows_by_note`, of the first version's index: a row's number among those of its place, -1 for none."""
+    own = expand_idx.long().reshape(len(places), places.shape[1] - layout.columns)
     shared = (places[:, own.shape[1] :] >= 0).long()
     number = torch.cat([own, shared.cumsum(0) - 1], 1)
     expert = places.clamp(min=0)
-    if ((places >= 0) & ((number < 0) | (number >= back[expert]))).any():
+    if ((places >= 0) & ((number < -1) | (number >= back[expert]))).any():
         wanted = "what dispatch returned for these expert_ids and this x_active_mask"
         raise refused(function, "expand_idx", wanted, "another")
-    return (back.cumsum(0) - back)[expert] + number
+    return torch.where(number >= 0, (back.cumsum(0) - back)[expert] + number, -1)
 
 
 # ---------------------------------------------------------------------------- special experts

@@ -59,15 +59,22 @@ class _Products:
             raise refused(function, "mm_weight", f"{dtype} with {width} in axis {axis}, as mm_x", got)
 
     @property
-    def matrices(self) -> Tensor:
-        """[El, O, H]."""
-        return self.gmm_weight if self.swapped else self.gmm_weight.transpose(1, 2)
+    def width(self) -> int:
+        """O."""
+        return self.gmm_weight.shape[1 if self.swapped else 2]
+
+    def grouped(self, rows: Tensor, sizes: Tensor) -> Tensor:
+        """The product of each expert's rows, in their dtype whatever autocast says."""
+        matrices = self.gmm_weight if self.swapped else self.gmm_weight.transpose(1, 2)
+        with torch.autocast(rows.device.type, enabled=False):
+            return grouped_linear(rows, matrices, sizes)
 
     def dense(self) -> Tensor | None:
         """The product beside the exchange."""
         if self.mm_x is None or self.mm_weight is None:
             return None
-        return self.mm_x @ (self.mm_weight.t() if self.mm_swapped else self.mm_weight)
+        with torch.autocast(self.mm_x.device.type, enabled=False):
+            return self.mm_x @ (self.mm_weight.t() if self.mm_swapped else self.mm_weight)
 
 
 @npu_function
@@ -110,7 +117,7 @@ def npu_alltoallv_gmm(
     rows = ranks.exchange(gmm_x, by_rank.sum(1).tolist(), received.sum(1).tolist())
     rows = permute(rows, plan_from_segments(received.to(rows.device), len(rows)))
     return (
-        grouped_linear(rows, products.matrices, received.sum(0)),
+        products.grouped(rows, received.sum(0)),
         products.dense(),
         rows if permute_out_flag else None,
     )
@@ -148,10 +155,10 @@ def npu_gmm_alltoallv(
     def width() -> int:
         check_absent(function, send_counts_tensor=send_counts_tensor, recv_counts_tensor=recv_counts_tensor)
         products.check(function, ep_world_size, send_counts)
-        return products.matrices.shape[1]
+        return products.width
 
     sent, received = _agree(ranks, width, gmm_x, ep_world_size, (send_counts, recv_counts))
-    rows = grouped_linear(gmm_x, products.matrices, sent.sum(0))
+    rows = products.grouped(gmm_x, sent.sum(0))
     rows = permute(rows, plan_from_segments(sent.T.to(rows.device), len(rows)))
     rows = ranks.exchange(rows, sent.sum(1).tolist(), received.sum(1).tolist())
     return rows, products.dense()

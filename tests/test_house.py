@@ -479,7 +479,7 @@ def test_kernels_compute_in_float32_and_round_every_operation(number: int, key: 
         lines = [line.strip() for line in code.splitlines() if forbidden.search(line)]
         assert not lines, lines[:5]
     if ARITHMETIC.search(code) and platform.machine() in ("x86_64", "AMD64", "aarch64", "arm64"):
-        assert MODE.search(code), "arithmetic in the mode of whoever calls: see exact_floats"
+        assert MODE.search(code), "arithmetic in the mode of whoever calls: see `exactly` in numba_kit/floats.py"
 
 
 def test_the_look_at_the_code_finds_what_it_looks_for() -> None:

@@ -375,6 +375,18 @@ def test_subnormal_numbers_do_not_depend_on_the_thread(threads_first: bool) -> N
     assert float(said.split()[4]) == 0.0
 
 
+@pytest.mark.usefixtures("flushing", "two_threads")
+@pytest.mark.parametrize("parallel", (False, True), ids=("serial", "parallel"))
+def test_a_kernel_that_raises_restores_the_mode(parallel: bool) -> None:
+    from moeroute.ops.numba_kit.launch import SERIAL_WORK
+    from small_kernels import needs_memory
+
+    sizes = torch.ones(4, dtype=torch.int32)
+    with pytest.raises(MemoryError):
+        needs_memory(None, items=4, work=SERIAL_WORK * parallel, sizes=sizes.data_ptr(), unit=1 << 58)
+    assert product(1e-30, 1e-10) == 0.0
+
+
 def test_every_operation_rounds_to_nearest_whatever_the_mode() -> None:
     """C's `fesetround` in this thread."""
     upwards = {"x86_64": 0x800, "aarch64": 0x400000}.get(platform.machine())

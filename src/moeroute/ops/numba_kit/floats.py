@@ -1,7 +1,7 @@
 """The floating-point mode of the thread that a kernel runs in."""
 
 from llvmlite import binding, ir
-from numba.core import cgutils, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from moeroute.ops.numba_kit.pointers import I32, I64
@@ -27,11 +27,15 @@ def set_mode(builder, mode):
 
 
 @intrinsic
-def exact_floats(typingctx):
-    """From here on this thread rounds to nearest even and keeps subnormal numbers; returns how it was before.
+def exactly(typingctx, function, arguments):
+    """`function(*arguments)` where this thread rounds to nearest even and keeps subnormal numbers.
 
-    The thread may have another mode, set by `torch.set_flush_denormal(True)` for example.
+    The thread may have another mode, set by `torch.set_flush_denormal(True)` for example. It has it again
+    afterwards, also when the function raises, as it does where a work space cannot be allocated. (Numba's
+    `try` does the same and makes compilation two and a half times as long; its `finally` loses the exception.)
     """
+    signature = function.get_call_type(typingctx, arguments.types, {})
+    result = function.dispatcher.get_compile_result(signature)
 
     def codegen(context, builder, sig, args):
         getting, _, default = _mode_of(builder)
@@ -43,15 +47,12 @@ def exact_floats(typingctx):
         elif getting:
             mode = builder.asm(ir.FunctionType(I64, []), getting, "=r,~{memory}", [], True)
         set_mode(builder, ir.Constant(I64, default))
-        return mode
+        values = cgutils.unpack_tuple(builder, args[1], len(arguments.types))
+        context.add_linking_libs([result.library])
+        status, found = context.call_internal_no_propagate(builder, result.fndesc, signature, values)
+        set_mode(builder, mode)
+        with cgutils.if_unlikely(builder, status.is_error):
+            context.call_conv.return_status_propagate(builder, status)
+        return found
 
-    return types.int64(), codegen
-
-
-@intrinsic
-def restore_floats(typingctx, mode):
-    def codegen(context, builder, sig, args):
-        set_mode(builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    return signature.return_type(function, arguments), codegen

@@ -32,7 +32,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
 
 from moeroute.ops.numba_kit import cache
-from moeroute.ops.numba_kit.floats import exact_floats, restore_floats
+from moeroute.ops.numba_kit.floats import exactly
 from moeroute.ops.numba_kit.helpers import helper
 from moeroute.ops.numba_kit.pointers import FINGERPRINT, POINTER, Pointer
 
@@ -291,8 +291,7 @@ class Kernel:
 
     def entry(self, key: Any) -> Callable[..., Any]:
         """`entry(record, lo, hi)`: reads the arguments from the record and calls the body."""
-        names = {"body": self.launch.inline, "pointer_argument": _pointer_argument}
-        names |= {"exact_floats": exact_floats, "restore_floats": restore_floats}
+        names = {"exactly": exactly, "body": self.launch.inline, "pointer_argument": _pointer_argument}
         names |= {"integer_argument": _integer_argument, "float_argument": _float_argument}
         index, arguments = 0, []
         for parameter, annotation in self._parameters:
@@ -307,13 +306,9 @@ class Kernel:
                 arguments.append(f"{parameter}_type({', '.join(read)})")
             else:
                 arguments += read
-        call = f"body({', '.join((*arguments, 'lo', 'hi'))})"
+        call = f"exactly(body, ({', '.join((*arguments, 'lo', 'hi'))}))"
         returns = inspect.get_annotations(self._body).get("return") is not None
-        source = (
-            "def entry(record, lo, hi):\n    mode = exact_floats()\n"
-            f"    result = {call if returns else '0'}\n{'' if returns else f'    {call}'}\n"
-            "    restore_floats(mode)\n    return result\n"
-        )
+        source = f"def entry(record, lo, hi):\n    {f'return {call}' if returns else call}\n"
         exec(source, names)
         return _placed(names["entry"], self._body, _spoken(self.name, key))
 

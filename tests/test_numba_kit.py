@@ -1,6 +1,8 @@
 """How a CPU kernel is declared, launched and split over threads, on the kernels of small_kernels.py."""
 
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ class Compiler:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.overloads = {(): "compiled"}
+        self._cache = None
 
     def compile(self, signature: object) -> None:
         time.sleep(self.seconds)
@@ -137,3 +140,15 @@ def test_a_short_compilation_is_not(monkeypatch: pytest.MonkeyPatch, capfd: pyte
     monkeypatch.delenv("MOEROUTE_QUIET", raising=False)
     assert launch._compiled(slow_to_compile, ()) == "compiled"
     assert capfd.readouterr().err == ""
+
+
+def test_only_a_compilation_starts_a_thread_that_announces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numba
+
+    started: list[threading.Timer] = []
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: started.append(timer))
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("MOEROUTE_QUIET", raising=False)
+    for compilations in (1, 1):  # compiled, then loaded
+        assert launch._compiled(slow_to_compile, (numba.int64,)).entry_point(1) == 2
+        assert len(started) == compilations

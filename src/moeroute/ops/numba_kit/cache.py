@@ -63,6 +63,13 @@ class Cache(FunctionCache):
         super().__init__(function)
         stamp = self._impl.locator.get_source_stamp()
         self._cache_file = _Files(self.cache_path, f"{self._impl.filename_base}-sha256", stamp)
+        self.on_miss: Callable[[], None] = lambda: None  # called before a compilation
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super().load_overload(sig, target_context)
+        if found is None:
+            self.on_miss()
+        return found
 
     def save_overload(self, sig: Any, data: Any) -> None:
         global unwritten

@@ -234,7 +234,10 @@ def _compiled(function: Callable[..., Any], signature: tuple[Any, ...], parallel
     announcement = threading.Timer(PATIENCE_SECONDS, _announce, (function.__name__,))
     announcement.daemon = True
     if os.environ.get("MOEROUTE_QUIET", "") in ("", "0"):
-        announcement.start()
+        if isinstance(compiler._cache, cache.Cache):  # what is loaded needs no thread
+            compiler._cache.on_miss = announcement.start
+        else:
+            announcement.start()
     try:
         compiler.compile(signature)
     finally:

@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid", "none")
+from moeroute.ops.gating.op import Score
+
+SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid", "none")
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32)
 NAN, INF = math.nan, math.inf

@@ -5,16 +5,23 @@ Read with `ast` where the text is enough.
 
 import ast
 import inspect
+import operator
 import platform
 import pydoc
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 
 import moeroute
 from moeroute import dispatch, nn
+from moeroute.interop import megatron, transformer_engine
+from moeroute.interop.conventions import ScoreFunction
+from moeroute.ops.gating.op import GroupScore, Score
+from moeroute.ops.planning.common import Drop, DropOfIds
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "moeroute"
@@ -330,6 +337,61 @@ def test_public_functions_tell_arguments_and_result(name: str) -> None:
     assert re.findall(r"^    (\w+): ", arguments, re.MULTILINE) == list(signature.parameters)
     assert ("\nReturns:\n" in text) == (signature.return_annotation is not None)
     assert not re.search(r"as often as you like|[Ss]omebody", text)
+
+
+def kinds_of(annotation: Any) -> set[Any]:
+    """The types and the values of literals that an annotation allows."""
+    arguments = get_args(annotation)
+    return set().union(*map(kinds_of, arguments)) if arguments else {annotation}
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "nn.MoE.__init__", "nn.Router.__init__"])
+def test_strings_are_literals(name: str) -> None:
+    for argument, annotation in get_type_hints(operator.attrgetter(name)(moeroute)).items():
+        if argument not in ("device", "return", "backend"):
+            assert str not in kinds_of(annotation), f"{name}: {argument} is {annotation}"
+
+
+IDS = torch.zeros(2, 1, dtype=torch.int32)
+FLOAT = torch.zeros(2, 2)
+# A call with a word that is none of the literal's.
+WORDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "gating_topk score": (Score, lambda word: moeroute.gating_topk(FLOAT, 1, score=word)),
+    "gating_topk group_score": (GroupScore, lambda word: moeroute.gating_topk(FLOAT, 1, group_score=word)),
+    "gating_topk_backward score": (
+        Score, lambda word: moeroute.gating_topk_backward(FLOAT, FLOAT[:, :1], IDS, score=word, renormalize=None)
+    ),
+    "plan_from_expert_ids drop": (DropOfIds, lambda word: moeroute.plan_from_expert_ids(IDS, 2, drop=word)),
+    "plan_from_routing_map drop": (Drop, lambda word: moeroute.plan_from_routing_map(FLOAT > 0, drop=word)),
+    "nn.MoE score": (Score, lambda word: nn.MoE(4, 4, 2, 1, score=word)),
+    "nn.MoE group_score": (GroupScore, lambda word: nn.MoE(4, 4, 2, 1, group_score=word)),
+    "nn.MoE drop": (Drop, lambda word: nn.MoE(4, 4, 2, 1, drop=word)),
+    "megatron score_function": (
+        ScoreFunction, lambda word: megatron.topk_routing_with_score_function(FLOAT, 1, score_function=word)
+    ),
+    "megatron drop_policy": (
+        megatron.DropPolicy, lambda word: megatron.apply_router_token_dropping(FLOAT, FLOAT > 0, 1, 1.0, word)
+    ),
+    "megatron generation": (
+        megatron.Generation, lambda word: megatron.permute(FLOAT, FLOAT > 0, generation=word)
+    ),
+    "transformer_engine score_function": (
+        ScoreFunction,
+        lambda word: transformer_engine.fused_topk_with_score_function(FLOAT, 1, False, None, None, None, word, None),
+    ),
+    "transformer_engine map_type": (
+        transformer_engine.MapType, lambda word: transformer_engine.moe_permute(FLOAT, FLOAT > 0, map_type=word)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_a_literal_has_the_words_that_are_accepted(name: str) -> None:
+    literal, call = WORDS[name]
+    with pytest.raises(ValueError, match=f"{name.split()[1]} must be one of ") as refused:
+        call("no such word")
+    accepted = str(refused.value).partition(" must be one of ")[2].partition("; got ")[0]
+    assert accepted == ", ".join(map(repr, get_args(literal)))
 
 
 def test_public_classes_and_the_layer_have_a_docstring() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moeroute.interop import transformer_engine as te
+from moeroute.interop.conventions import ScoreFunction
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -320,7 +321,7 @@ def test_topk_with_score_function(dtype: torch.dtype, mode: str, topk: int) -> N
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_aux_loss(dtype: torch.dtype, score: str) -> None:
+def test_aux_loss(dtype: torch.dtype, score: ScoreFunction) -> None:
     logits = leaf(2, 10, 12, dtype=dtype)
     wide = exact(logits)
     by_hand = {
@@ -368,11 +369,11 @@ def test_wrong_words() -> None:
     with pytest.raises(ValueError, match="routing_map_format must be"):
         te.fused_topk_with_score_function(logits, 2, False, None, None, None, "sigmoid", None, "dense")
     with pytest.raises(ValueError, match="score_function must be"):
-        te.fused_topk_with_score_function(logits, 2, False, None, None, None, "tanh", None)
+        te.fused_topk_with_score_function(logits, 2, False, None, None, None, "tanh", None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expert_bias must be None with softmax"):
         te.fused_topk_with_score_function(logits, 2, False, None, None, None, "softmax", torch.zeros(4))
     with pytest.raises(ValueError, match="map_type must be"):
-        te.moe_permute(logits, torch.zeros(1, 1, dtype=torch.int32), map_type="list")
+        te.moe_permute(logits, torch.zeros(1, 1, dtype=torch.int32), map_type="list")  # type: ignore[arg-type]
 
 
 def test_the_example_of_the_documentation() -> None:

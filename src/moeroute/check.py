@@ -7,7 +7,7 @@
 
 import math
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from moeroute.dtypes import FLOATS, LARGEST
 
 LARGEST_FLOAT = sys.float_info.max
+_String = TypeVar("_String", bound=str)
 LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 STRIDED = torch.strided  # a name of a module is found faster than an attribute of torch
 
@@ -167,7 +168,7 @@ def float_dtype(operator: str, argument: str, value: Any, allowed: tuple[torch.d
     raise wrong_type(operator, argument, wanted, value)
 
 
-def one_of(operator: str, argument: str, value: Any, allowed: tuple[str, ...]) -> str:
+def one_of(operator: str, argument: str, value: Any, allowed: tuple[_String, ...]) -> _String:
     """One of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:  # an array compares element by element
         raise wrong_value(operator, argument, "one of " + ", ".join(map(repr, allowed)), repr(value))

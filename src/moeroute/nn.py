@@ -21,7 +21,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, get_args, overload
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,8 @@ from moeroute.dtypes import FLOATS, LARGEST
 from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
 from moeroute.ops.experts import autocast_is_on, by_ends, check_sizes
 from moeroute.ops.experts import grouped_linear as grouped_linear
-from moeroute.ops.gating.op import Gating, gating_topk
+from moeroute.ops.gating.op import Gating, GroupScore, Score, gating_topk
+from moeroute.ops.planning.common import Drop
 from moeroute.ops.planning.op import capacity_from_ratio, plan_from_expert_ids
 from moeroute.ops.router_product import router_product
 from moeroute.permutation import permute, unpermute
@@ -202,11 +203,11 @@ class Router(nn.Module):
         num_experts: int,
         k: int,
         *,
-        score: str = "softmax",
+        score: Score = "softmax",
         expert_bias: bool = False,
         num_groups: int = 1,
         topk_groups: int | None = None,
-        group_score: str | int = "max",
+        group_score: GroupScore | int = "max",
         renormalize: bool | None = None,
         scaling_factor: float = 1.0,
         eps: float = 1e-20,
@@ -385,16 +386,16 @@ class MoE(nn.Module):
         num_experts: int,
         k: int,
         *,
-        score: str = "softmax",
+        score: Score = "softmax",
         expert_bias: bool = False,
         num_groups: int = 1,
         topk_groups: int | None = None,
-        group_score: str | int = "max",
+        group_score: GroupScore | int = "max",
         renormalize: bool | None = None,
         scaling_factor: float = 1.0,
         eps: float = 1e-20,
         capacity_factor: float | None = None,
-        drop: str = "position",
+        drop: Drop = "position",
         align: int = 1,
         shared_expert: nn.Module | None = None,
         device: torch.device | str | None = None,
@@ -406,7 +407,7 @@ class MoE(nn.Module):
             check.number("nn.MoE", "capacity_factor", capacity_factor)
             if capacity_factor < 0:
                 raise check.wrong_value("nn.MoE", "capacity_factor", "at least 0", capacity_factor)
-        check.one_of("nn.MoE", "drop", drop, ("position", "weight"))
+        check.one_of("nn.MoE", "drop", drop, get_args(Drop))
         _check_sizes("nn.MoE", align=align)
         sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
         _check_sizes("nn.MoE", **sizes)

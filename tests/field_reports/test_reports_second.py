@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import moeroute
 from moeroute.nn import MoE
+from moeroute.ops.gating.op import Score
 from moeroute.testing import assert_same_bits
 from plans_by_hand import fields_of
 from small_cases import leaf, plan_of, present, whole_numbers
@@ -58,7 +59,7 @@ def test_n14_sqrtsoftplus_of_extreme_logits(backend: str, value: float, renormal
 
 
 @pytest.mark.parametrize("score", ("softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"))
-def test_n38_rows_masked_with_minus_infinity(backend: str, score: str) -> None:
+def test_n38_rows_masked_with_minus_infinity(backend: str, score: Score) -> None:
     """A row without a finite logit, and one with a single one."""
     logits = torch.tensor([[-INF] * 5, [-INF, -INF, 1.0, -INF, -INF]], requires_grad=True)
     found = moeroute.gating_topk(logits, 3, score=score, renormalize=False, backend=backend)

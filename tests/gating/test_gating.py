@@ -11,6 +11,7 @@ from torch import Tensor
 from gating_by_hand import FLOATS, GROUPED, HALVES, INF, NAN, SCORES, by_hand, exact, random_logits
 from moeroute import dtypes, gating_topk, gating_topk_backward, look_up_expert_ids
 from moeroute.ops.gating import reference
+from moeroute.ops.gating.op import GroupScore, Score
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 from strategies import BACKENDS
 
@@ -20,7 +21,7 @@ GROUPS: list[dict[str, Any]] = [{}, *({**GROUPED, "group_score": how} for how in
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("groups", GROUPS, ids=["flat", "top2_sum", "max", "3", "8"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_selection(backend: str, score: str, groups: dict[str, Any], biased: bool) -> None:
+def test_selection(backend: str, score: Score, groups: dict[str, Any], biased: bool) -> None:
     logits = random_logits(40, 64)
     logits[20:] = logits[20:].round()  # ties
     logits[30:, ::7] = NAN
@@ -36,7 +37,7 @@ def test_selection(backend: str, score: str, groups: dict[str, Any], biased: boo
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
 def test_float64_mathematics(
-    subtests: pytest.Subtests, backend: str, score: str, renormalize: bool, dtype: torch.dtype
+    subtests: pytest.Subtests, backend: str, score: Score, renormalize: bool, dtype: torch.dtype
 ) -> None:
     if dtype is torch.float64:
         backend = "reference"  # its alone
@@ -137,7 +138,7 @@ def test_same_bits(case: dict[str, Any], with_scores: bool, out_dtype: torch.dty
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_a_row_alone_and_in_a_batch_and_threads(subtests: pytest.Subtests, score: str, threads: int) -> None:
+def test_a_row_alone_and_in_a_batch_and_threads(subtests: pytest.Subtests, score: Score, threads: int) -> None:
     """B31: around every internal threshold of the size, and one row against many."""
     logits = random_logits(1100, 384, dtype=torch.bfloat16)
     grads = random_logits(1100, 8, seed=1)
@@ -172,7 +173,7 @@ def units(value: Tensor, true: Tensor) -> float:
     return float(((value.double() - true).abs() / torch.exp2(exponent.double() - 24)).max())
 
 
-def scores_of(x: Tensor, score: str, backend: str) -> Tensor:
+def scores_of(x: Tensor, score: Score, backend: str) -> Tensor:
     return gating_topk(x[None], 1, score=score, backend=backend).scores[0]
 
 
@@ -294,7 +295,8 @@ def test_groups_by_the_sum_of_their_best(backend: str) -> None:
     """By 1, 2 and 3 of four values another group is the best."""
     logits = torch.tensor([[9.0, 0, 0, 0, 6.0, 6.0, 0, 0, 5.0, 5.0, 5.0, -9.0]])
     options: dict[str, Any] = {"score": "none", "num_groups": 3, "topk_groups": 1, "backend": backend}
-    for group_score, best in ((1, 0), ("max", 0), (2, 4), ("top2_sum", 4), (3, 8), (4, 4)):
+    cases: list[tuple[GroupScore | int, int]] = [(1, 0), ("max", 0), (2, 4), ("top2_sum", 4), (3, 8), (4, 4)]
+    for group_score, best in cases:
         assert gating_topk(logits, 1, group_score=group_score, **options).expert_ids.tolist() == [[best]]
 
 
@@ -391,7 +393,7 @@ def test_replay_of_ids_that_lie_column_by_column(dtype: torch.dtype, backend: st
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_replay_with_invalid_and_repeated_ids(backend: str, score: str, renormalize: bool) -> None:
+def test_replay_with_invalid_and_repeated_ids(backend: str, score: Score, renormalize: bool) -> None:
     ids = torch.tensor([[3, -1, 3, 8], [2**32 + 1, 0, -(2**40), 5], [-1, 8, 9, 100], [7, 7, 7, 7]])
     clean = torch.where((ids >= 0) & (ids < 8), ids, -1)
     logits = random_logits(4, 8).requires_grad_()

@@ -10,6 +10,7 @@ from torch import Tensor
 import moeroute
 from gating_by_hand import FLOATS, GROUPED, INF, NAN, SCORES, random_logits
 from moeroute import gating_topk, gating_topk_backward
+from moeroute.ops.gating.op import Score
 from moeroute.testing import assert_same_bits
 
 # ---------------------------------------------------------------------------- out, emptiness, errors
@@ -38,7 +39,7 @@ def test_out(backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_no_tokens(backend: str, score: str) -> None:
+def test_no_tokens(backend: str, score: Score) -> None:
     logits = torch.empty(0, 8, requires_grad=True)
     found = gating_topk(logits, 3, score=score, **{**GROUPED, "num_groups": 4}, backend=backend)
     assert [list(x.shape) for x in found] == [[0, 3], [0, 3], [0, 8]]

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gating_by_hand import FLOATS, INF, NAN, SCORES, by_hand, exact, random_logits
 from moeroute import gating_topk, gating_topk_backward
+from moeroute.ops.gating.op import Score
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 from pages import guarded
 
@@ -34,7 +35,7 @@ def test_b08_masked_groups_never_win(subtests: pytest.Subtests, backend: str) ->
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_b10_rows_of_nan_and_infinities(backend: str, score: str) -> None:
+def test_b10_rows_of_nan_and_infinities(backend: str, score: Score) -> None:
     rows = torch.tensor([[NAN] * 5, [-INF] * 5, [INF] * 5, [NAN, 1.0, 2.0, 3.0, 4.0], [-INF, -INF, -INF, 0.0, -INF]])
     ids = gating_topk(rows, 3, score=score, backend=backend).expert_ids
     for row in ids.tolist():
@@ -172,7 +173,7 @@ def test_b77_bias_keeps_its_precision(backend: str) -> None:
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_b101_scaling_once_and_always(subtests: pytest.Subtests, backend: str, score: str) -> None:
+def test_b101_scaling_once_and_always(subtests: pytest.Subtests, backend: str, score: Score) -> None:
     target = torch.tensor([[0.5, 0.3, 0.2]])
     logits = (target.log() if score == "softmax" else torch.log(target / (1 - target))).requires_grad_()
     for renormalize, expected in ((False, [1.25, 0.75]), (True, [1.5625, 0.9375])):
@@ -188,7 +189,7 @@ def test_b101_scaling_once_and_always(subtests: pytest.Subtests, backend: str, s
 
 @pytest.mark.parametrize("score", ["softmax", "topk_softmax"])
 @pytest.mark.parametrize("bias", [None, torch.zeros(4)])
-def test_b104_groups_under_softmax(backend: str, score: str, bias: Tensor | None) -> None:
+def test_b104_groups_under_softmax(backend: str, score: Score, bias: Tensor | None) -> None:
     logits = torch.tensor([[3.0, 0.0, 2.9, 2.8]])
     options: dict[str, Any] = {"score": score, "bias": bias, "num_groups": 2, "topk_groups": 1, "backend": backend}
     assert gating_topk(logits, 2, group_score="top2_sum", **options).expert_ids.tolist() == [[2, 3]]

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from gating_by_hand import FLOATS, GROUPED, HALVES, INF, SCORES, exact, random_logits
 from moeroute import gating_topk, gating_topk_backward
 from moeroute.ops.gating import op
+from moeroute.ops.gating.op import Score
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 
 # ---------------------------------------------------------------------------- derivatives
@@ -17,7 +18,7 @@ from moeroute.testing import assert_close_to_exact, assert_same_bits
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_gradcheck(score: str, renormalize: bool) -> None:
+def test_gradcheck(score: Score, renormalize: bool) -> None:
     logits = random_logits(2, 6).double().requires_grad_()
     options: dict[str, Any] = {"score": score, "renormalize": renormalize, "scaling_factor": 2.5}
 
@@ -126,7 +127,7 @@ def test_strided_logits_and_gradients(subtests: pytest.Subtests, backend: str) -
 
 
 @pytest.mark.parametrize("score", ["sigmoid", "topk_softmax"])
-def test_opcheck(score: str) -> None:
+def test_opcheck(score: Score) -> None:
     logits, bias = random_logits(3, 8).requires_grad_(), random_logits(8)
     ids = torch.tensor([[0, 1], [2, -1], [9, 3]])
     forward, backward = torch.ops.moeroute.gating_topk.default, torch.ops.moeroute.gating_topk_backward.default
@@ -156,7 +157,7 @@ def test_compile_without_graph_break(backend: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_transforms(backend: str, score: str) -> None:
+def test_transforms(backend: str, score: Score) -> None:
     logits, tangent = random_logits(4, 8), random_logits(4, 8, seed=1)
     ids = gating_topk(logits, 3, score=score).expert_ids
 

@@ -16,6 +16,8 @@ import moeroute
 from hosts.megatron_host import RouterReplay, RouterReplayAction, parallel_state
 from hosts.megatron_host import moe_utils as host
 from moeroute.interop import megatron as ours
+from moeroute.interop.conventions import ScoreFunction
+from moeroute.interop.megatron import DropPolicy
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -152,7 +154,7 @@ def test_five_values_in_2026() -> None:
     with pytest.raises(ValueError, match=r"^moeroute.interop.megatron.permute: num_out_tokens must be given; got None"):
         ours.permute(tokens, routing_map, probs, generation="2026")
     with pytest.raises(ValueError, match=r"^moeroute.interop.megatron.permute: generation must be"):
-        ours.permute(tokens, routing_map, probs, generation="0.9")
+        ours.permute(tokens, routing_map, probs, generation="0.9")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -291,7 +293,7 @@ def test_sqrtsoftplus_of_2026() -> None:
     scores = torch.nn.functional.softplus(logits).sqrt() * routing_map
     torch.testing.assert_close(probs, scores / scores.sum(dim=1, keepdim=True))
     with pytest.raises(ValueError, match=r"^moeroute.interop.megatron: score_function must be"):
-        ours.topk_routing_with_score_function(logits, 3, score_function="tanh")
+        ours.topk_routing_with_score_function(logits, 3, score_function="tanh")  # type: ignore[arg-type]
 
 
 def test_router_replay() -> None:
@@ -332,7 +334,7 @@ def routed(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def test_dropping_by_probs(dtype: torch.dtype, num_tokens: int, factor: float, pad: bool) -> None:
     """The host fills up with any tokens: there only the counts of the map, and the probs, are its."""
     probs, routing_map = routed(num_tokens, dtype)
-    arguments = (2, factor, "probs", pad)
+    arguments: tuple[int, float, DropPolicy, bool] = (2, factor, "probs", pad)
     expected = host.apply_router_token_dropping(probs, routing_map, *arguments)
     actual = ours.apply_router_token_dropping(probs, routing_map, *arguments)
     torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=0)
@@ -358,7 +360,7 @@ def test_dropping_by_position(pad: bool) -> None:
     torch.testing.assert_close(actual & routing_map if pad else actual, first)
     torch.testing.assert_close(kept, probs * first)
     with pytest.raises(ValueError, match=r"apply_router_token_dropping: drop_policy must be"):
-        ours.apply_router_token_dropping(probs, routing_map, 2, 0.8, "random")
+        ours.apply_router_token_dropping(probs, routing_map, 2, 0.8, "random")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64], ids=str)
@@ -391,7 +393,9 @@ def test_a_map_without_room_for_the_padding() -> None:
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("num_tokens", [0, 1, 40])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_scores_for_the_aux_loss(dtype: torch.dtype, num_tokens: int, score_function: str, masked: bool) -> None:
+def test_scores_for_the_aux_loss(
+    dtype: torch.dtype, num_tokens: int, score_function: ScoreFunction, masked: bool
+) -> None:
     """True in the mask is padding. The host chooses by rounded scores: rows of equal choice."""
     logits = leaf(num_tokens, 8, dtype=dtype)
     mask = torch.rand(num_tokens, generator=generator(4)) < 0.4 if masked else None

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from moeroute.nn import MoE, Routing, SwiGLU
 from moeroute.ops.balance import load_balancing_loss, router_z_loss
+from moeroute.ops.gating.op import Score
 from small_layers import EXPERTS, HIDDEN, INTERMEDIATE, K, assert_near, make_input, make_layer, naive_layer
 
 SCORES = [
@@ -23,7 +24,7 @@ SCORES = [
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("score", "renormalize"), SCORES)
 @pytest.mark.parametrize("shared", [False, True], ids=["", "shared"])
-def test_against_a_loop_over_tokens(score: str, renormalize: bool, shared: bool, dtype: torch.dtype) -> None:
+def test_against_a_loop_over_tokens(score: Score, renormalize: bool, shared: bool, dtype: torch.dtype) -> None:
     layer = make_layer(
         dtype,
         score=score,
@@ -209,7 +210,7 @@ def test_replay() -> None:
 
 @pytest.mark.parametrize("score", ("softmax", "sigmoid", "topk_softmax"))
 @pytest.mark.parametrize("value", (float("nan"), float("inf"), 3.0))
-def test_padding_reaches_no_gradient(score: str, value: float) -> None:
+def test_padding_reaches_no_gradient(score: Score, value: float) -> None:
     """Whatever a padding token holds, and whatever comes back at its place: every gradient is as without it."""
     layer = make_layer(score=score, shared_expert=SwiGLU(HIDDEN, 3), expert_bias=True)
     x, mask = make_input(5), torch.tensor([False, True, False, False, True])

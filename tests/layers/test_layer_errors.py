@@ -74,10 +74,10 @@ ROWS, WEIGHT = torch.randn(4, 3), torch.randn(2, 5, 3)
         (lambda: MoE(8, 0, 4, 2), ValueError, "intermediate_size must be at least 1; got 0"),
         (lambda: MoE(8, 8, 0, 2), ValueError, "num_experts must be at least 1; got 0"),
         (lambda: MoE(8, 8, 4, 5), ValueError, "k must be"),
-        (lambda: MoE(8, 8, 4, 2, score="tanh"), ValueError, "score must be"),
+        (lambda: MoE(8, 8, 4, 2, score="tanh"), ValueError, "score must be"),  # type: ignore[arg-type]
         (lambda: MoE(8, 8, 4, 2, num_groups=3), ValueError, "num_groups must"),
         (lambda: MoE(8, 8, 4, 2, eps=float("nan")), ValueError, "eps must be"),
-        (lambda: MoE(8, 8, 4, 2, drop="last"), ValueError, "nn.MoE: drop must be one of 'position', 'weight'; got 'last'"),
+        (lambda: MoE(8, 8, 4, 2, drop="last"), ValueError, "nn.MoE: drop must be one of 'position', 'weight'; got 'last'"),  # type: ignore[arg-type]
         (lambda: MoE(8, 8, 4, 2, align=0), ValueError, "align must be at least 1; got 0"),
         (lambda: MoE(8, 8, 4, 2, capacity_factor=-1.0), ValueError, "capacity_factor must be at least 0; got -1.0"),
         (lambda: MoE(8, 8, 4, 2, capacity_factor="1"), TypeError, "capacity_factor must be a float; got str"),  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ def test_more_tokens_than_float32_counts() -> None:
 
 def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="drop must be one of 'position', 'weight'; got 'choice'"):
-        plan_from_routing_map(torch.ones(2, 2, dtype=torch.bool), capacity=1, drop="choice")
+        plan_from_routing_map(torch.ones(2, 2, dtype=torch.bool), capacity=1, drop="choice")  # type: ignore[arg-type]
     ids = torch.tensor([[0, 1], [7, 0]])
     with pytest.raises(ValueError, match="got 7 in slot 2"):
         plan_from_expert_ids(ids, 2, capacity=1, drop="choice", check=True)

@@ -21,6 +21,7 @@ from moeroute.ops.maps import on_numba as on_numba_maps
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.numba_kit import launch
 from moeroute.ops.planning import on_numba
+from moeroute.ops.planning.common import DropOfIds
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
 from moeroute.plan import RoutingPlan
 from plans_by_hand import WEIGHT_DTYPES, Fields, expected_from_ids, fields_of
@@ -97,7 +98,7 @@ def test_every_backend_equals_the_reference(backend: str, reference_plans: list[
 
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("drop", ["position", "weight"])
-def test_all_options_crossed(subtests: pytest.Subtests, backend: str, drop: str, pad: bool) -> None:
+def test_all_options_crossed(subtests: pytest.Subtests, backend: str, drop: DropOfIds, pad: bool) -> None:
     """B20, B22: capacity, padding, alignment, rows, range, k and T; capacity above T too."""
     generator = torch.Generator().manual_seed(1)
     for factor, topk, num_tokens, align, num_rows, expert_range in product(
@@ -332,7 +333,7 @@ def test_lazily_negated_tensors_are_seen(backend: str, given_out: bool) -> None:
 def test_usual_options_in_other_clothes(subtests: pytest.Subtests) -> None:
     """The quick way asks for identity; what is merely equal goes the long way to the same plan."""
     ids = torch.tensor([[0, 1], [1, 0]])
-    drop = "".join(["posi", "tion"])
+    drop: Any = "".join(["posi", "tion"])
     expected = plan_from_expert_ids(ids, 2).row_of_slot.tolist()
     assert plan_from_expert_ids(ids, 2, drop=drop).row_of_slot.tolist() == expected
     for options, name in ((dict(align=True), "align"), (dict(align=1.0), "align"), (dict(check=0), "check")):

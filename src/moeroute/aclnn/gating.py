@@ -30,7 +30,7 @@ from moeroute.aclnn.core import (
     wrong_shape,
     zero_filled,
 )
-from moeroute.ops.gating.op import gating_topk, gating_topk_backward
+from moeroute.ops.gating.op import GroupScore, Score, gating_topk, gating_topk_backward
 from moeroute.ops.group_topk import topk_in_groups
 from moeroute.ops.hash_routing import look_up_expert_ids
 from moeroute.ops.replicas import instances_of_slots
@@ -103,8 +103,8 @@ aclnnMoeGatingTopKBackwardGetWorkspaceSize, aclnnMoeGatingTopKBackward = phases(
 
 # ---------------------------------------------------------------------------- MoeGatingTopK
 
-_SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-_GROUP_SCORES = ("max", "top2_sum")
+_SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sqrtsoftplus")
+_GROUP_SCORES: tuple[GroupScore, ...] = ("max", "top2_sum")
 _MAX_HASHED = 64
 
 

@@ -1,6 +1,6 @@
 """What Megatron-Core and Transformer Engine agree on: maps of any dtype, the gate, chunks, the weighted sum."""
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from moeroute.ops.indices.op import plan_from_chunks
 from moeroute.permutation import unpermute
 from moeroute.plan import RoutingPlan
 
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+SCORES: tuple[ScoreFunction, ...] = get_args(ScoreFunction)
 
 
 def as_map(routing_map: Tensor) -> Tensor:
@@ -43,7 +44,7 @@ def gating_options(
     num_groups: int | None,
     group_topk: int | None,
     scaling_factor: float | None,
-    score_function: str,
+    score_function: ScoreFunction,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     """gating_topk's options, but for the bias; a scaling factor of None or 0 is none."""

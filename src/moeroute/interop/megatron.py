@@ -13,14 +13,22 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from moeroute import check
 from moeroute.interop import hosts
-from moeroute.interop.conventions import SCORES, as_map, chunks_of, gating_options, group_options, weighted_sum
+from moeroute.interop.conventions import (
+    SCORES,
+    ScoreFunction,
+    as_map,
+    chunks_of,
+    gating_options,
+    group_options,
+    weighted_sum,
+)
 from moeroute.memory import set_memory_pool
 from moeroute.ops.balance import load_balancing_loss_from_counts, router_z_loss, update_expert_bias
 from moeroute.ops.gating.op import Gating, gating_topk
@@ -35,9 +43,11 @@ from moeroute.permutation import permute_weights, permute_weights_backward
 from moeroute.permutation import unpermute as unpermute_rows
 from moeroute.plan import RoutingPlan
 
-GENERATIONS = ("0.16", "2026")
+Generation = Literal["0.16", "2026"]
+GENERATIONS: tuple[Generation, ...] = get_args(Generation)
 SUPPORTED = "0.16.x, or its main branch of 2026 (permute with align_size)"
-POLICIES = ("probs", "position")
+DropPolicy = Literal["probs", "position"]
+POLICIES: tuple[DropPolicy, ...] = get_args(DropPolicy)
 HOST = "megatron.core.transformer.moe.moe_utils"
 
 
@@ -54,7 +64,7 @@ def permute(
     tokens_per_expert: Tensor | None = None,
     align_size: int = 0,
     *,
-    generation: str | None = None,
+    generation: Generation | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Token copies grouped by expert, inside an expert by token.
 
@@ -193,7 +203,7 @@ def topk_routing_with_score_function(
     num_groups: int | None = None,
     group_topk: int | None = None,
     scaling_factor: float | None = None,
-    score_function: str = "softmax",
+    score_function: ScoreFunction = "softmax",
     expert_bias: Tensor | None = None,
     fused: bool = False,
     router_replay: Any = None,
@@ -237,7 +247,7 @@ def _gate(
     num_groups: int | None,
     group_topk: int | None,
     scaling_factor: float | None,
-    score_function: str,
+    score_function: ScoreFunction,
     expert_bias: Tensor | None,
     router_replay: Any,
     expert_ids: Tensor | None,
@@ -280,11 +290,11 @@ def sinkhorn(cost: Tensor, tol: float = 0.0001) -> Tensor:
 def compute_routing_scores_for_aux_loss(
     logits: Tensor,
     topk: int,
-    score_function: str,
+    score_function: ScoreFunction,
     fused: bool = False,
     padding_mask: Tensor | None = None,
     *,
-    generation: str | None = None,
+    generation: Generation | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The choice by plain scores, and the scores, whose rows add up to 1: for `switch_load_balancing_loss_func`.
 
@@ -318,7 +328,7 @@ def apply_router_token_dropping(
     routing_map: Tensor,
     router_topk: int,
     capacity_factor: float,
-    drop_policy: str = "probs",
+    drop_policy: DropPolicy = "probs",
     pad_to_capacity: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Drop the tokens of every expert above its capacity, `get_capacity(T * router_topk, E, capacity_factor)`.
@@ -534,14 +544,14 @@ def _modules() -> Iterator[ModuleType]:
             yield module
 
 
-def _generation(operator: str, wanted: str | None) -> str:
+def _generation(operator: str, wanted: Generation | None) -> Generation:
     if wanted is None:
         return _installed_generation()
     return check.one_of(f"interop.megatron.{operator}", "generation", wanted, GENERATIONS)
 
 
 @functools.cache
-def _installed_generation() -> str:
+def _installed_generation() -> Generation:
     host = hosts.load("interop.megatron", HOST, SUPPORTED)
     parameters = set(inspect.signature(host.permute).parameters)
     if not {"tokens", "routing_map", "probs", "num_out_tokens", "drop_and_pad"} <= parameters:

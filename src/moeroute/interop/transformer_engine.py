@@ -10,13 +10,13 @@ the router included, and can be differentiated as often as wanted.
 - "index": int32 [K * T], the row of choice k of token t at `k * T + t`; -1 where it has none.
 """
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from moeroute import check
-from moeroute.interop.conventions import SCORES, as_map, chunks_of, gating_options, weighted_sum
+from moeroute.interop.conventions import SCORES, ScoreFunction, as_map, chunks_of, gating_options, weighted_sum
 from moeroute.ops.balance import load_balancing_loss_from_counts
 from moeroute.ops.gating.op import gating_topk
 from moeroute.ops.indices.op import plan_from_row_id_map, plan_from_row_of_slot
@@ -28,7 +28,8 @@ from moeroute.ops.weights.op import dense_weights, routing_map_from_ids
 from moeroute.permutation import permute, permute_weights, unpermute
 from moeroute.plan import RoutingPlan
 
-MAP_TYPES = ("mask", "index")
+MapType = Literal["mask", "index"]
+MAP_TYPES: tuple[MapType, ...] = get_args(MapType)
 FORMATS = ("bytemap", "bitmap_u8")
 
 
@@ -36,7 +37,7 @@ FORMATS = ("bytemap", "bitmap_u8")
 
 
 def moe_permute(
-    inp: Tensor, routing_map: Tensor, num_out_tokens: int = -1, max_token_num: int = -1, map_type: str = "mask"
+    inp: Tensor, routing_map: Tensor, num_out_tokens: int = -1, max_token_num: int = -1, map_type: MapType = "mask"
 ) -> tuple[Tensor, Tensor]:
     """Token copies grouped by expert, inside an expert by token.
 
@@ -99,7 +100,7 @@ def moe_unpermute(
     row_id_map: Tensor,
     merging_probs: Tensor | None = None,
     restore_shape: torch.Size | tuple[int, ...] | None = None,
-    map_type: str = "mask",
+    map_type: MapType = "mask",
     probs: Tensor | None = None,
     pad_offsets: Tensor | None = None,
 ) -> Tensor:
@@ -163,7 +164,7 @@ def fused_topk_with_score_function(
     num_groups: int | None,
     group_topk: int | None,
     scaling_factor: float | None,
-    score_function: str,
+    score_function: ScoreFunction,
     expert_bias: Tensor | None,
     routing_map_format: Any = "bytemap",
     topk_indices: Tensor | None = None,
@@ -217,7 +218,7 @@ def fused_topk_with_score_function(
 
 
 def fused_compute_score_for_moe_aux_loss(
-    logits: Tensor, topk: int, score_function: str, routing_map_format: Any = "bytemap"
+    logits: Tensor, topk: int, score_function: ScoreFunction, routing_map_format: Any = "bytemap"
 ) -> tuple[Tensor, Tensor]:
     """The choice by plain scores, and the scores, whose rows add up to 1: for `fused_moe_aux_loss`.
 

@@ -4,7 +4,7 @@ Rungs, as in every room: verbs, checks, derivatives, registration.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -15,10 +15,12 @@ from moeroute.dtypes import FLOATS, INTEGERS, wide
 from moeroute.ops import layout
 from moeroute.ops.register import register
 
-BEST = "max"
-GROUP_SCORES = {BEST: 1, "top2_sum": 2}  # how many of a group's best values are added up
+Score = Literal["softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid", "none"]
+GroupScore = Literal["max", "top2_sum"]
+BEST: Literal["max"] = "max"
+GROUP_SCORES: dict[GroupScore, int] = {BEST: 1, "top2_sum": 2}  # how many of a group's best values are added up
 STRIDED = check.STRIDED
-RENORMALIZED = {
+RENORMALIZED: dict[Score, bool] = {
     "softmax": False,
     "sigmoid": True,
     "sqrtsoftplus": True,
@@ -26,7 +28,7 @@ RENORMALIZED = {
     "topk_sigmoid": False,
     "none": False,
 }
-SCORES = tuple(RENORMALIZED)
+SCORES: tuple[Score, ...] = get_args(Score)
 FLOAT32_MAX = check.LARGEST_FLOAT32
 
 
@@ -52,11 +54,11 @@ def gating_topk(
     logits: Tensor,
     k: int,
     *,
-    score: str = "softmax",
+    score: Score = "softmax",
     bias: Tensor | None = None,
     num_groups: int = 1,
     topk_groups: int | None = None,
-    group_score: str | int = "max",
+    group_score: GroupScore | int = "max",
     renormalize: bool | None = None,
     scaling_factor: float = 1.0,
     eps: float = 1e-20,
@@ -165,7 +167,7 @@ def gating_topk_backward(
     grad_weights: Tensor,
     expert_ids: Tensor,
     *,
-    score: str,
+    score: Score,
     renormalize: bool | None,
     scaling_factor: float = 1.0,
     eps: float = 1e-20,

@@ -1,5 +1,7 @@
 """The plan of a routing map [T, E]: ragged, as a [T, K] table, or drop-and-pad."""
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,7 @@ from moeroute import check as checks
 from moeroute import dispatch
 from moeroute.dtypes import LARGEST, MAPS
 from moeroute.ops.planning.common import (
-    DROPS,
+    Drop,
     check_segments,
     checked_weights,
     deciding_weights,
@@ -33,7 +35,7 @@ def plan_from_routing_map(
     fill: bool = False,
     expert_range: tuple[int, int] | None = None,
     capacity: int | None = None,
-    drop: str = "position",
+    drop: Drop = "position",
     weights: Tensor | None = None,
     pad_to_capacity: bool = False,
     align: int = 1,
@@ -126,7 +128,7 @@ def plan_from_routing_map(
         raise checks.wrong_value(operator, "topk", f"such that there are at most {LARGEST} slots", topk)
     num_rows = optional_integer(operator, "num_rows", num_rows)
     checks.integer(operator, "align", align, 1, LARGEST)
-    checks.one_of(operator, "drop", drop, DROPS)
+    checks.one_of(operator, "drop", drop, get_args(Drop))
     capacity = optional_integer(operator, "capacity", capacity)
     checks.flag(operator, "fill", fill)
     aligned = fill and capacity is None and align > 1

@@ -1,7 +1,7 @@
 """What the constructors of plans share: checks of index tensors and options, `out`, shapes that only the data knows."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,9 @@ _INDEX_DTYPE = {
     torch.uint64: torch.int64,
 }
 _WEIGHT_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64))
-DROPS = ("position", "weight")
+# Which slots a capacity leaves: see `plan_from_expert_ids`. A routing map does not tell the order of choice.
+Drop = Literal["position", "weight"]
+DropOfIds = Literal["position", "weight", "choice"]
 STRIDED = check.STRIDED
 
 

@@ -2,7 +2,7 @@
 
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from moeroute import check as checks
 from moeroute import dispatch
 from moeroute.dtypes import LARGEST
 from moeroute.ops.planning.common import (
-    DROPS,
+    DropOfIds,
     check_segments,
     checked_weights,
     deciding_weights,
@@ -34,7 +34,7 @@ def plan_from_expert_ids(
     *,
     expert_range: tuple[int, int] | None = None,
     capacity: int | None = None,
-    drop: str = "position",
+    drop: DropOfIds = "position",
     weights: Tensor | None = None,
     pad_to_capacity: bool = False,
     align: int = 1,
@@ -226,7 +226,7 @@ def _ids_options(
     operator = "plan_from_expert_ids"
     num_rows = optional_integer(operator, "num_rows", num_rows)
     checks.integer(operator, "align", align, 1, LARGEST)
-    checks.one_of(operator, "drop", drop, (*DROPS, "choice"))
+    checks.one_of(operator, "drop", drop, get_args(DropOfIds))
     capacity = optional_integer(operator, "capacity", capacity)
     pad = checks.flag(operator, "pad_to_capacity", pad)
     checks.flag(operator, "check", check)

@@ -119,6 +119,9 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         "rows": ROWS, "scale": torch.ones(1), "offset": torch.zeros(1), "backend": None}),
     "quantize, out": (moeroute.quantize, {
         "rows": ROWS, "scale": torch.ones(1), "offset": torch.zeros(1), "out": torch.zeros(R, H, dtype=torch.int8)}),
+    "quantize, spread": (moeroute.quantize, {
+        "rows": TOKENS, "scale": torch.ones(1), "offset": torch.zeros(1), "plan": MAP_PLAN,
+        "out": torch.zeros(R, H, dtype=torch.int8)}),
     "spread_quantized": (moeroute.spread_quantized, {"x": TOKENS, "plan": PLAN, "smooth": BIAS, "backend": None}),
     "spread_quantized, all": (moeroute.spread_quantized, {
         "x": TOKENS, "plan": MAP_PLAN, "smooth": BIAS, "expert_of_row": ints(R),

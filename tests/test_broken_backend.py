@@ -213,6 +213,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "dynamic_quantize": lambda b: moeroute.dynamic_quantize(ROWS, backend=b),
     "quantize": lambda b: moeroute.quantize(ROWS, torch.tensor(40.0), torch.tensor(1.0), backend=b),
     "spread_quantized": lambda b: moeroute.spread_quantized(X, PLAN, backend=b),
+    "spread_static": lambda b: moeroute.quantize(X, torch.tensor(40.0), torch.tensor(1.0), plan=PLAN, backend=b),
     "take": lambda b: moeroute.permute_weights(WEIGHTS, PLAN, backend=b),
     "slot_weights": lambda b: moeroute.slot_weights(TABLE, DENSE, backend=b),
     "routing_map": lambda b: moeroute.routing_map_of(DENSE, backend=b),

@@ -212,6 +212,8 @@ def calls(sizes: str) -> dict[str, Call]:
             {"rows": tokens, "smooth": floats(E, H), "expert_of_row": torch.arange(T, dtype=torch.int32) % (E + 1)},
             {"rows": FLOATS}),
         "quantize": (moeroute.quantize, {"rows": rows, "scale": floats(1) * 40, "offset": floats(1)}, {"rows": FLOATS}),
+        "quantize, spread": (moeroute.quantize,
+            {"rows": tokens, "scale": floats(1) * 40, "offset": floats(1), "plan": plan}, {"rows": FLOATS}),
         "spread_quantized": (moeroute.spread_quantized, {"x": tokens, "plan": plan, "smooth": floats(E, H)},
             {"x": FLOATS}),
         "spread_quantized, experts": (moeroute.spread_quantized,

@@ -78,6 +78,8 @@ WAYS: dict[str, tuple[Callable[..., None], Shapes]] = {
         one(moeroute.row_dots, ROWS, TOKENS, PLAN, dtype=torch.bfloat16), ((torch.bfloat16, (S,)),)),
     "dynamic_quantize": (many(moeroute.dynamic_quantize, ROWS), ((BYTE, (R, H)), (FLOAT, (R,)))),
     "quantize": (one(moeroute.quantize, ROWS, torch.tensor(2.0), torch.tensor(1.0)), ((BYTE, (R, H)),)),
+    "quantize, spread": (
+        one(moeroute.quantize, TOKENS, torch.tensor(2.0), torch.tensor(1.0), plan=PLAN), ((BYTE, (R, H)),)),
     "spread_quantized": (many(moeroute.spread_quantized, TOKENS, PLAN), ((BYTE, (R, H)), (FLOAT, (R,)))),
     "slot_weights": (one(moeroute.slot_weights, WEIGHTS, PLAN), ((FLOAT, (S,)),)),
     "slot_weights, map": (one(moeroute.slot_weights, ALL_WEIGHTS, MAP_PLAN), ((FLOAT, (S,)),)),

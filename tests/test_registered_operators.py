@@ -55,6 +55,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "dynamic_quantize, factors": {"rows": ROWS, "smooth": ROWS[:1], "expert_of_row": None},
     "dynamic_quantize, experts": {"rows": ROWS, "smooth": ROWS[:E], "expert_of_row": EXPERTS},
     "quantize": {"rows": ROWS, "scale": torch.tensor([20.0]), "offset": torch.tensor([0.5])},
+    "spread_static": {"x": TOKENS, "scale": torch.tensor([20.0]), "offset": torch.tensor([0.5]), **PLANS},
+    "spread_static, ragged": {"x": TOKENS, "scale": torch.tensor([20.0]), "offset": torch.tensor([0.5]), **RAGGED},
     "spread_quantized": {"x": TOKENS, "smooth": None, "expert_of_row": None, **PLANS},
     "spread_quantized, ragged": {"x": TOKENS, "smooth": ROWS[:E], "expert_of_row": EXPERTS, **RAGGED},
     "take": {"values": SLOTS, "index": PLAN.slot_of_row, "inverse": PLAN.row_of_slot},
@@ -249,6 +251,9 @@ USES: dict[str, Callable[[moeroute.RoutingPlan, str], Any]] = {
     "combine": lambda plan, backend: moeroute.combine(ROWS, plan, backend=backend),
     "combine, init": lambda plan, backend: moeroute.combine(ROWS, plan, init=TOKENS, backend=backend),
     "row_dots": lambda plan, backend: moeroute.row_dots(ROWS, TOKENS, plan, backend=backend),
+    "quantize": lambda plan, backend: moeroute.quantize(
+        TOKENS, torch.tensor(2.0), torch.tensor(1.0), plan=plan, backend=backend
+    ),
     "spread_quantized": lambda plan, backend: moeroute.spread_quantized(TOKENS, plan, backend=backend),
     "permute": lambda plan, backend: moeroute.permute(TOKENS, plan, backend=backend),
     "unpermute": lambda plan, backend: moeroute.unpermute(ROWS, plan, backend=backend),

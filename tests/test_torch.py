@@ -61,6 +61,7 @@ def test_opcheck(which: int, dtype: torch.dtype) -> None:
         (ops.dynamic_quantize, (rows, None, None, None)),
         (ops.dynamic_quantize, (rows, torch.rand(5, 8, requires_grad=True), plan.slot_of_row, None)),
         (ops.quantize, (rows, torch.tensor(2.0), torch.tensor([1.0]), None)),
+        (ops.spread_static, (x, torch.tensor(2.0), torch.tensor([1.0]), *plan.tensors, None)),
         (ops.spread_quantized, (x, None, None, *plan.tensors, None)),
         (ops.spread_quantized, (x, torch.rand(5, 8), plan.slot_of_row, *plan.tensors, None)),
     ):

@@ -212,6 +212,15 @@ def quantization_cases() -> Iterator[Case]:
 
     yield from over(quantize, **axes)
 
+    def spread_static(dtype: torch.dtype, hidden: int, topk: int, layout: str, ragged: bool, out: str | None) -> None:
+        slots = TOKENS * topk
+        on_triton.spread_static(
+            matrix(TOKENS, hidden, dtype, layout), vector(1, torch.float32), vector(1, torch.float32),
+            plan_tensors(slots, ragged), out=None if out is None else matrix(slots, hidden, torch.int8, out),
+        )  # fmt: skip
+
+    yield from over(spread_static, topk=(1, 8), ragged=(False, True), **axes)
+
     def spread_quantized(
         dtype: torch.dtype, hidden: int, kind: str, topk: int, layout: str, ragged: bool, out: str | None
     ) -> None:

@@ -311,6 +311,7 @@ def _quantised_checks(
         yield _check(f"spread_quantized {name}{words}", moeroute.spread_quantized, tokens, plan, **options)
     scale, offset = torch.tensor(47.0), torch.tensor([0.5])
     yield _check(f"quantize {name}", moeroute.quantize, rows, scale, offset)
+    yield _check(f"quantize {name}, spread", moeroute.quantize, tokens, scale, offset, plan=plan)
 
 
 # ---------------------------------------------------------------------------- all

@@ -141,6 +141,27 @@ def test_rows_quantised_while_they_are_spread(which: str, dtype: torch.dtype, ba
         assert_same_bits(found, as_tensors((rows, scales)), f"{which} {kind}")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", PLANS)
+def test_one_scale_for_all_while_they_are_spread(which: str, dtype: torch.dtype, backend: str) -> None:
+    """The bits of `quantize`, then `spread`."""
+    plan, hidden = PLANS[which], 131
+    for tokens, scale, offset in (
+        (odd_rows(11, hidden, dtype, 5), 30.0, 0.5),
+        (odd_rows(11, 5000, dtype, 6), -1.0, 3.0),
+    ):
+        scale_, offset_ = torch.tensor([scale]), torch.tensor(offset)
+        before = moeroute.quantize(tokens, scale_, offset_, backend="reference")
+        expected = torch.cat([before, before.new_zeros(1, tokens.shape[1])])[plan.token_of_row]
+        found = moeroute.quantize(tokens, scale_, offset_, plan=plan, backend=backend)
+        assert_same_bits(found, expected, which)
+        wide = torch.full((plan.num_rows, tokens.shape[1] + 3), 7, dtype=torch.int8)
+        out = moeroute.quantize(tokens, scale_, offset_, plan=plan, out=wide[:, 1:-2], backend=backend)
+        assert_same_bits(out, expected, f"{which}, strided")
+        assert (wide[:, 0] == 7).all()
+        assert (wide[:, -2:] == 7).all()
+
+
 # ---------------------------------------------------------------------------- worked numbers
 
 XD = torch.tensor([[0.5, 1.5, 2.5, -127.0], [0.0, 0.0, 0.0, 0.0], [1.0, -2.0, 4.0, 3.0]])
@@ -167,6 +188,8 @@ def test_worked_numbers(dtype: torch.dtype, backend: str) -> None:
     x = torch.tensor([[0.5, 1.5, 100.0, -100.0], [0.25, -0.75, 1.0, 2.0], [0.0, 0.1, 0.2, 0.3]]).to(dtype)
     rows = moeroute.quantize(x, torch.tensor(2.0), torch.tensor(0.5), backend=backend)
     assert rows.tolist() == [[2, 4, 127, -128], [1, -1, 2, 4], [0, 1, 1, 1]]
+    rows = moeroute.quantize(x, torch.tensor(2.0), torch.tensor(0.5), plan=plan, backend=backend)
+    assert rows.tolist() == [[2, 4, 127, -128], [2, 4, 127, -128], [1, -1, 2, 4]]
 
 
 def test_halves_go_to_the_even_neighbour(backend: str) -> None:
@@ -191,6 +214,8 @@ def test_a_large_result_in_two_threads(threads: int) -> None:
     found = moeroute.spread_quantized(x, plan)
     assert_same_bits(found, moeroute.spread_quantized(x, plan, backend="reference"))
     assert_same_bits(moeroute.dynamic_quantize(x.repeat(4, 1))[0][:700], moeroute.dynamic_quantize(x)[0])
+    static = moeroute.quantize(x, torch.tensor(9.0), SCALE, plan=plan)
+    assert_same_bits(static, moeroute.spread(moeroute.quantize(x, torch.tensor(9.0), SCALE), plan))
 
 
 # ---------------------------------------------------------------------------- torch
@@ -231,7 +256,8 @@ def test_compiled() -> None:
 
     def call(x: Tensor) -> tuple[Tensor, ...]:
         static = moeroute.quantize(x, x.new_tensor(2.0), smooth[0, :1])
-        return *moeroute.spread_quantized(x, plan, smooth=smooth), *moeroute.dynamic_quantize(x), static
+        spread = moeroute.quantize(x, smooth[0, 1:2], smooth[0, :1], plan=plan)
+        return *moeroute.spread_quantized(x, plan, smooth=smooth), *moeroute.dynamic_quantize(x), static, spread
 
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     assert_same_bits(compiled(XD), call(XD))
@@ -258,6 +284,9 @@ MESSAGES: tuple[tuple[Callable[[], Any], type[Exception], str], ...] = (
     (lambda: moeroute.quantize(ROWS, 2.0, SCALE), TypeError, "quantize: scale must be a torch.Tensor; got float"),  # type: ignore[arg-type]
     (lambda: moeroute.quantize(ROWS, SCALE, SCALE.double()), TypeError, "quantize: offset must be torch.float32; got torch.float64"),
     (lambda: moeroute.quantize(ROWS, SCALE, SCALE, out=ROWS), TypeError, "quantize: out must be torch.int8; got torch.float32"),
+    (lambda: moeroute.quantize(ROWS[:2], SCALE, SCALE, plan=PLAN), ValueError, "quantize: rows must be [T, H] with T = 3, as the plan; got shape [2, 4]"),
+    (lambda: moeroute.quantize(ROWS, SCALE, SCALE, plan=IDS), TypeError, "quantize: plan must be a moeroute.RoutingPlan; got Tensor"),  # type: ignore[arg-type]
+    (lambda: moeroute.quantize(ROWS, SCALE, SCALE, plan=PLAN, out=INT8), ValueError, "quantize: out must be of shape [6, 4]; got shape [3, 4]"),
     (lambda: moeroute.spread_quantized(ROWS[:2], PLAN), ValueError, "spread_quantized: x must be [T, H] with T = 3, as the plan; got shape [2, 4]"),
     (lambda: moeroute.spread_quantized(ROWS.double(), PLAN), TypeError, "spread_quantized: x must be float16, bfloat16 or float32; got torch.float64"),
     (lambda: moeroute.spread_quantized(ROWS, PLAN, smooth=ROWS[:2]), ValueError, "spread_quantized: smooth must be [H] or [E, H] with E = 3, as the plan; got shape [2, 4]"),

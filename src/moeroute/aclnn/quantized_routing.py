@@ -185,7 +185,7 @@ def _moe_init_routing_v3(
             result, scales = _dynamic(x, plan, expertIdx, first, scale)
             scale_out.copy_(scales.view(scale_out.shape))
         elif quantMode == _STATIC and scale is not None and offset is not None:
-            result = spread(quantize(x, scale, offset), plan)
+            result = quantize(x, scale, offset, plan=plan)
         else:
             result = spread(x, plan)
             if scale is not None:

@@ -86,6 +86,14 @@ def quantize_row(out, x, x_offset, next_offset, smooth, smooth_offset, hidden):
 
 
 @helper
+def quantize_row_by(out, x, x_offset, factor, summand, hidden):
+    """The row by the scale and the offset of all rows into `out`, which has room for whole blocks."""
+    for h in range(0, hidden, LANES):
+        product = load_part(x, x_offset + h, min(LANES, hidden - h)) * factor
+        store_int8(out, h, product + summand)
+
+
+@helper
 def factors_of(row, smooth, expert_of_row, num_experts):
     """Which row of `smooth` has the factors of this row; -1: none."""
     if is_null(smooth):
@@ -140,11 +148,39 @@ def static_kernel(
     made = retyped(pointer_to(work), "uint8")
     factor, summand = splat(scale[0]), splat(offset[0])
     for r in range(lo, hi):
-        for h in range(0, hidden, LANES):
-            product = load_part(rows.data, r * rows.stride + h, min(LANES, hidden - h)) * factor
-            store_int8(made, h, product + summand)
+        quantize_row_by(made, rows.data, r * rows.stride, factor, summand, hidden)
         copy_row(out, r * out_stride, made, int64(0), hidden, streaming)
     fence()
+    work[0] = ZERO
+
+
+@kernel(keys=FLOATS)
+def spread_static_kernel(
+    out: uint8_ptr,
+    x: Rows,
+    scale: float32_ptr,
+    offset: float32_ptr,
+    slots: Slots,
+    hidden: int64,
+    out_stride: int64,
+    streaming: int64,
+    lo: int64,
+    hi: int64,
+):
+    work = np.empty(hidden // 4 + LANES, np.float32)
+    made = retyped(pointer_to(work), "uint8")
+    factor, summand = splat(scale[0]), splat(offset[0])
+    for t in range(lo, min(hi, slots.num_tokens)):
+        quantised = False
+        for s in range(first_slot(slots, t), first_slot(slots, t + 1)):
+            r = int64(slots.row_of_slot[s])
+            if 0 <= r < slots.num_rows and slots.slot_of_row[r] == s:
+                if not quantised:
+                    quantize_row_by(made, x.data, t * x.stride, factor, summand, hidden)
+                    quantised = True
+                copy_row(out, r * out_stride, made, int64(0), hidden, streaming)
+    fence()
+    zero_unused_rows(out, slots, hidden, out_stride, lo, hi)
     work[0] = ZERO
 
 
@@ -229,6 +265,27 @@ def quantize(rows: Tensor, scale: Tensor, offset: Tensor, *, out: Tensor | None 
         rows=matrix(rows),
         scale=scale.data_ptr(),
         offset=offset.data_ptr(),
+        hidden=hidden,
+        out_stride=target.stride(0),
+        streaming=past_caches(target.data_ptr(), target.stride(0), target.numel()),
+    )
+    return layout.finish(target, out)
+
+
+def spread_static(x: Tensor, scale: Tensor, offset: Tensor, plan: PlanTensors, *, out: Tensor | None = None) -> Tensor:
+    """Allocates the [R, H] result, or writes `out`, of any strides."""
+    x = layout.rows(x)
+    (num_tokens, hidden), num_rows, size = x.shape, plan.slot_of_row.numel(), x.element_size()
+    target = layout.target(out, (num_rows, hidden), torch.int8)
+    spread_static_kernel(
+        x.dtype,
+        items=num_tokens or 1,
+        work=(num_rows + num_tokens * size) * hidden,
+        out=target.data_ptr(),
+        x=matrix(x),
+        scale=scale.data_ptr(),
+        offset=offset.data_ptr(),
+        slots=plan_slots(plan, num_rows),
         hidden=hidden,
         out_stride=target.stride(0),
         streaming=past_caches(target.data_ptr(), target.stride(0), target.numel()),

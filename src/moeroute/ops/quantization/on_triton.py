@@ -114,6 +114,45 @@ def static_kernel(
     tl.store(out + at * out_stride + column, nearest_int8(product + tl.load(offset)), mask=inside)
 
 
+@triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_rows", "programs"])
+def spread_static_kernel(
+    out, x, scale, offset, row_of_slot, slot_of_row, slot_offsets, num_tokens, topk, num_slots, num_rows, hidden,
+    out_stride, x_stride, programs, TOKENS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    ZERO_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first `programs` programs quantise, the others look for rows to fill with zeros."""
+    blocks = tl.cdiv(hidden, BLOCK)
+    tile = tl.program_id(0)
+    if tile < programs:
+        token = tile // blocks * TOKENS + tl.arange(0, TOKENS)
+        column = (tile % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
+        valid = (token >= 0) & (token < num_tokens)
+        first, last = slots_of(slot_offsets, topk, num_slots, token, valid)
+        x_at = x + token.to(tl.int64)[:, None] * x_stride
+        values = widen(tl.load(x_at + column, mask=valid[:, None] & (column < hidden), other=0))
+        made = nearest_int8(values * tl.load(scale) + tl.load(offset))
+        for k in range(0, tl.max(last - first, axis=0)):
+            row, used = row_of(row_of_slot, slot_of_row, first + k, last, num_rows)
+            out_at = out + row.to(tl.int64)[:, None] * out_stride
+            tl.store(out_at + column, made, mask=used[:, None] & (column < hidden))
+    else:
+        zero_unused_rows(
+            out,
+            row_of_slot,
+            slot_of_row,
+            slot_offsets,
+            topk,
+            num_slots,
+            num_rows,
+            num_tokens,
+            hidden,
+            out_stride,
+            tile - programs,
+            ROWS,
+            ZERO_BLOCK,
+        )
+
+
 @triton.jit(do_not_specialize=["num_tokens", "topk", "num_slots", "num_rows", "num_experts", "programs"])
 def spread_quantized_kernel(
     out, scales, x, smooth, expert_of_row, row_of_slot, slot_of_row, slot_offsets, num_tokens, topk, num_slots,
@@ -267,6 +306,42 @@ def quantize(rows: Tensor, scale: Tensor, offset: Tensor, *, out: Tensor | None 
         warps=_warps(block),
         ROWS=tile,
         BLOCK=block,
+    )
+    return layout.finish(target, out)
+
+
+def spread_static(x: Tensor, scale: Tensor, offset: Tensor, plan: PlanTensors, *, out: Tensor | None = None) -> Tensor:
+    """Allocates the [R, H] result, or writes `out`, of any strides."""
+    x = layout.rows(x)
+    (num_tokens, hidden), num_rows = x.shape, plan.slot_of_row.shape[0]
+    target = layout.target(out, (num_rows, hidden), torch.int8, x.device)
+    block, zero_block = _block(hidden), tile_rows(4 * hidden, ZERO_BLOCK)
+    tokens, zero_rows = tile_rows(num_tokens, 1, block), tile_rows(num_rows, ZERO_ROWS, zero_block)
+    quantised = programs(num_tokens, tokens) * programs(hidden, block)
+    launch(
+        spread_static_kernel,
+        quantised + programs(num_rows, zero_rows),
+        out=target,
+        x=x,
+        scale=scale,
+        offset=offset,
+        row_of_slot=plan.row_of_slot,
+        slot_of_row=plan.slot_of_row,
+        slot_offsets=plan.slot_offsets,
+        num_tokens=num_tokens,
+        topk=topk_of(plan),
+        num_slots=plan.row_of_slot.shape[0],
+        num_rows=num_rows,
+        hidden=hidden,
+        out_stride=target.stride(0),
+        x_stride=x.stride(0),
+        programs=quantised,
+        warps=_warps(block),
+        spare=True,
+        TOKENS=tokens,
+        BLOCK=block,
+        ROWS=zero_rows,
+        ZERO_BLOCK=zero_block,
     )
     return layout.finish(target, out)
 

@@ -77,6 +77,7 @@ def quantize(
     scale: Tensor,
     offset: Tensor,
     *,
+    plan: RoutingPlan | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -85,9 +86,11 @@ def quantize(
     An infinity becomes the largest or smallest integer, a NaN 0. No gradient goes through.
 
     Args:
-        rows: [R, H], float16, bfloat16 or float32.
+        rows: [R, H], float16, bfloat16 or float32; with a plan [T, H].
         scale: float32, one element.
         offset: float32, one element.
+        plan: `spread` in the same pass: each row is quantised once and copied to its rows [R, H] of the plan, whose
+            padding rows are 0.
         out: int8 [R, H]; the result is written into it.
         backend: "reference", "cpu" or "triton"; None chooses by the device of the tensors.
 
@@ -95,7 +98,7 @@ def quantize(
         int8 [R, H].
 
     Raises:
-        ValueError: a shape or device that does not fit.
+        ValueError: a shape or device that does not fit, or does not fit the plan.
         TypeError: a wrong type or dtype.
 
     Equivalent torch: ``(rows.float() * scale + offset).round().clamp(-128, 127).to(torch.int8)`` without NaN.
@@ -103,16 +106,30 @@ def quantize(
     >>> import torch, moeroute
     >>> moeroute.quantize(torch.tensor([[0.5, 1.5, 100.0, -100.0]]), torch.tensor(2.0), torch.tensor(0.5))
     tensor([[   2,    4,  127, -128]], dtype=torch.int8)
+    >>> plan = moeroute.plan_from_expert_ids(torch.tensor([[1], [0]]), 2, align=2)
+    >>> moeroute.quantize(torch.tensor([[1.0], [2.0]]), torch.tensor(2.0), torch.tensor(0.0), plan=plan).flatten()
+    tensor([4, 0, 2, 0], dtype=torch.int8)
     """
     operator = "quantize"
+    if plan is not None:
+        expect_plan(operator, plan)
+        check.matrix(operator, "rows", rows, "T", plan.num_tokens, plan)
     _check_rows(operator, "rows", rows)
     _check_single(operator, "scale", scale, rows)
     _check_single(operator, "offset", offset, rows)
     if out is not None:
-        layout.check_out(operator, out, tuple(rows.shape), torch.int8, rows, scale, offset)
+        shape = tuple(rows.shape) if plan is None else (plan.num_rows, rows.shape[1])
+        others = () if plan is None else plan.tensors[:4]
+        layout.check_out(operator, out, shape, torch.int8, rows, scale, offset, *others)
         rows, scale, offset = layout.resolved(rows), layout.resolved(scale), layout.resolved(offset)
-    if out is not None or dispatch.plain(rows, scale, offset):
-        found: Tensor = _module(operator, backend, rows).quantize(rows, scale, offset, out=out)
+    direct = out is not None or dispatch.plain(rows, scale, offset)
+    found: Tensor
+    if plan is not None and direct:
+        found = _module(operator, backend, rows).spread_static(rows, scale, offset, plan.tensors, out=out)
+    elif plan is not None:
+        found = _spread_static(rows, scale, offset, plan.tensors, backend)
+    elif direct:
+        found = _module(operator, backend, rows).quantize(rows, scale, offset, out=out)
     else:
         found = _quantize(rows, scale, offset, backend)
     return found
@@ -284,6 +301,17 @@ def _quantize_operator(rows: Tensor, scale: Tensor, offset: Tensor, backend: str
     return found
 
 
+def _spread_static_operator(x: Tensor, scale: Tensor, offset: Tensor, plan: PlanTensors, backend: str | None) -> Tensor:
+    operator = "quantize"
+    _check_rows(operator, "x", x)
+    check.shaped(operator, "x", x, (plan.num_tokens, None))
+    _check_single(operator, "scale", scale, x)
+    _check_single(operator, "offset", offset, x)
+    plan = given_plan(operator, plan, None, x)
+    found: Tensor = _module(operator, backend, x).spread_static(x, scale, offset, plan)
+    return found
+
+
 def _spread_quantized_operator(
     x: Tensor, smooth: Tensor | None, expert_of_row: Tensor | None, plan: PlanTensors, backend: str | None
 ) -> tuple[Tensor, Tensor]:
@@ -311,6 +339,12 @@ _quantize = register(
     "quantize(Tensor rows, Tensor scale, Tensor offset, str? backend) -> Tensor",
     _quantize_operator,
     lambda rows, scale, offset, backend: torch.empty_like(rows, dtype=torch.int8),
+    **_NO_DERIVATIVE,
+)
+_spread_static = register(
+    f"spread_static(Tensor x, Tensor scale, Tensor offset, {PLAN_SCHEMA}, str? backend) -> Tensor",
+    _spread_static_operator,
+    lambda x, scale, offset, plan, backend: x.new_empty(plan.slot_of_row.shape[0], x.shape[1], dtype=torch.int8),
     **_NO_DERIVATIVE,
 )
 _spread_quantized = register(

@@ -27,6 +27,11 @@ def quantize(rows: Tensor, scale: Tensor, offset: Tensor, *, out: Tensor | None 
     return deliver(_saturated(rows.float() * scale + offset), out)
 
 
+def spread_static(x: Tensor, scale: Tensor, offset: Tensor, plan: PlanTensors, *, out: Tensor | None = None) -> Tensor:
+    """Allocates the [R, H] result; copies it into `out`, of any strides, if that is given."""
+    return deliver(spread_rows(quantize(x, scale, offset), None, plan), out)
+
+
 def spread_quantized(
     x: Tensor, smooth: Tensor | None, expert_of_row: Tensor | None, plan: PlanTensors, *, out: Pair = (None, None)
 ) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z
 from moeroute.ops.experts import autocast_is_on, by_ends, check_sizes
 from moeroute.ops.experts import grouped_linear as grouped_linear
 from moeroute.ops.gating.op import Gating, GroupScore, Score, gating_topk
-from moeroute.ops.planning.common import Drop
+from moeroute.ops.planning.common import DropOfIds
 from moeroute.ops.planning.op import capacity_from_ratio, plan_from_expert_ids
 from moeroute.ops.router_product import router_product
 from moeroute.permutation import permute, unpermute
@@ -368,7 +368,9 @@ class MoE(nn.Module):
         eps: see `gating_topk`.
         capacity_factor: an expert takes at most ceil(T * k * factor / num_experts) slots of a call with T tokens
             (padding included); those over it are dropped, their share of the output is 0. None: no limit.
-        drop: which slots are dropped, "position" (the last tokens) or "weight" (the smallest weights).
+        drop: which slots are dropped: "position" (the last tokens), "weight" (the smallest weights) or "choice" (the
+            last choices of the tokens, of those the last tokens, as GShard: no second choice takes the place of a
+            first one).
         align: rows of each expert are padded with zeros to a multiple of it.
         shared_expert: a module [T, hidden] -> [T, hidden] whose output is added, `SwiGLU` for instance.
         device: of the parameters (not of ``shared_expert``, which comes built).
@@ -395,7 +397,7 @@ class MoE(nn.Module):
         scaling_factor: float = 1.0,
         eps: float = 1e-20,
         capacity_factor: float | None = None,
-        drop: Drop = "position",
+        drop: DropOfIds = "position",
         align: int = 1,
         shared_expert: nn.Module | None = None,
         device: torch.device | str | None = None,
@@ -407,7 +409,7 @@ class MoE(nn.Module):
             check.number("nn.MoE", "capacity_factor", capacity_factor)
             if capacity_factor < 0:
                 raise check.wrong_value("nn.MoE", "capacity_factor", "at least 0", capacity_factor)
-        check.one_of("nn.MoE", "drop", drop, get_args(Drop))
+        check.one_of("nn.MoE", "drop", drop, get_args(DropOfIds))
         _check_sizes("nn.MoE", align=align)
         sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts}
         _check_sizes("nn.MoE", **sizes)
@@ -496,7 +498,7 @@ class MoE(nn.Module):
             self.num_experts,
             capacity=self._capacity(live_ids),
             drop=self.drop,
-            weights=gating.weights,
+            weights=gating.weights if self.drop == "weight" else None,
             align=self.align,
             num_rows=self._num_rows(live_ids, padding_mask),
             backend=self.backend,

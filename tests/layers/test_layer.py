@@ -186,10 +186,47 @@ def test_capacity_factor_is_exact() -> None:
     layer = MoE(HIDDEN, INTERMEDIATE, num_experts=10, k=1, capacity_factor=1.1)
     with torch.no_grad():
         layer.router.weight.zero_()  # a tie: all to expert 0
-    for drop in ("position", "weight"):
+    for drop in ("position", "weight", "choice"):
         layer.drop = drop
         _, routing = layer(make_input(100), return_routing=True)
         torch.testing.assert_close(routing.plan.tokens_per_expert[:2], torch.tensor([11, 0]))
+
+
+@pytest.mark.parametrize(
+    ("drop", "kept"),
+    [
+        ("position", [[True, True], [False, False], [False, True]]),
+        ("weight", [[False, False], [True, False], [True, True]]),
+        ("choice", [[True, False], [True, False], [False, True]]),
+    ],
+)
+def test_which_slots_are_dropped(drop: str, kept: list[list[bool]]) -> None:
+    """One place an expert, of three tokens: expert 0 is wanted three times, expert 1 twice."""
+    layer = MoE(HIDDEN, INTERMEDIATE, num_experts=3, k=2, capacity_factor=0.5, drop=drop, renormalize=True)
+    logits = torch.tensor([[1.0, 0.5, -9.0], [0.5, 1.5, -9.0], [3.0, -9.0, 1.0]])
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[:, :3] = logits.t()
+    x = torch.zeros(3, HIDDEN)
+    x[:, :3] = torch.eye(3)
+    output, routing = layer(x, return_routing=True)
+    assert routing.gating.expert_ids.tolist() == [[0, 1], [1, 0], [0, 2]]
+    assert (routing.plan.row_of_slot.view(3, 2) >= 0).tolist() == kept
+    ids = routing.gating.expert_ids.masked_fill(~torch.tensor(kept), -1)
+    weights = torch.where(torch.tensor(kept), routing.gating.weights, 0.0)
+    layer.capacity_factor = None
+    replayed = torch.stack(
+        [
+            sum((w * _expert(layer, int(e), row) for w, e in zip(ws, es, strict=True) if e >= 0), torch.zeros(HIDDEN))
+            for row, ws, es in zip(x, weights, ids, strict=True)
+        ]
+    )
+    assert_near(output, replayed.double(), torch.float32, "output")
+
+
+def _expert(layer: MoE, expert: int, row: Tensor) -> Tensor:
+    gate, up = (layer.experts.gate_up_proj[expert] @ row).chunk(2)
+    return layer.experts.down_proj[expert] @ (torch.nn.functional.silu(gate) * up)
 
 
 def test_replay() -> None:

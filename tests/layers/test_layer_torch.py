@@ -278,10 +278,11 @@ def test_output_may_be_changed_in_place() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own compile stack
-@pytest.mark.parametrize("capacity_factor", [None, 1.25])
+@pytest.mark.parametrize(("capacity_factor", "drop"), [(None, "position"), (1.25, "position"), (0.75, "choice")])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(dynamic: bool, capacity_factor: float | None) -> None:
-    layer = make_layer(shared_expert=SwiGLU(HIDDEN, 3), capacity_factor=capacity_factor)
+def test_compile(dynamic: bool, capacity_factor: float | None, drop: str) -> None:
+    torch.compiler.reset()  # the limit of recompilations counts over all layers
+    layer = make_layer(shared_expert=SwiGLU(HIDDEN, 3), capacity_factor=capacity_factor, drop=drop)
     compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for num_tokens in (6, 9):
         x = make_input(num_tokens)

@@ -14,8 +14,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +31,7 @@ Side = Callable[[], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured, and the bounds: how many times as long the fastest of theirs, and their loop, must take."""
+    """What is measured, and the bounds: how many times as long the fastest of the others, or a side, must take."""
 
     name: str
     package: str
@@ -114,7 +116,157 @@ def _qwen3_moe_block(
     return Sides({name: side(name) for name in names}, expected, clear, not_run)
 
 
+def _megatron() -> Any:
+    """The host's functions; it warns about every optional package that is absent."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("megatron.core.transformer.moe.moe_utils")
+
+
+def _leaves_of_rows(
+    tokens: int, topk: int, hidden: int, experts: int, probs: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """bfloat16 tokens and probs [T, E] that require gradients, the map, and the gradient of the output."""
+    torch.manual_seed(0)
+    routing_map = torch.zeros(tokens, experts, dtype=torch.bool)
+    routing_map.scatter_(1, torch.rand(tokens, experts).topk(topk).indices, True)
+    weights = (torch.rand(tokens, experts) * routing_map).to(probs).requires_grad_()
+    x = torch.randn(tokens, hidden).bfloat16().requires_grad_()
+    return x, weights, routing_map, torch.randn(tokens, hidden).bfloat16()
+
+
+def _through(leaves: tuple[Tensor, ...], seed: Tensor, forward: Callable[[], Tensor]) -> Side:
+    """Forward, backward, and the gradients of the leaves."""
+
+    def step() -> tuple[Tensor, ...]:
+        for leaf in leaves:
+            leaf.grad = None
+        output = forward()
+        output.backward(seed)
+        return output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)
+
+    return step
+
+
+def _exact_rows(x: Tensor, weights: Tensor, routing_map: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
+    """In float64, without copies: a token's rows are itself, so its output is itself times the sum of its probs."""
+    wide = x.detach().double()
+    total = (weights.detach().double() * routing_map).sum(dim=1, keepdim=True)
+    grad_weights = (seed.double() * wide).sum(dim=1, keepdim=True) * routing_map
+    return wide * total, seed.double() * total, grad_weights
+
+
+def _rows_of_megatron(tokens: int, topk: int, hidden: int, experts: int, probs: torch.dtype) -> Sides:
+    """permute and unpermute with probs, through the host's names against the host."""
+    from moeroute.interop import megatron
+
+    x, weights, routing_map, seed = _leaves_of_rows(tokens, topk, hidden, experts, probs)
+
+    def side(host: Any) -> Side:
+        def forward() -> Tensor:
+            rows, _, indices = host.permute(x, routing_map)
+            output: Tensor = host.unpermute(rows, indices, x.shape, weights, routing_map)
+            return output
+
+        return _through((x, weights), seed, forward)
+
+    def clear() -> None:
+        x.grad = weights.grad = None
+
+    return Sides(
+        {"moeroute": side(megatron), "megatron": side(_megatron())}, _exact_rows(x, weights, routing_map, seed), clear
+    )
+
+
+def _rows_of_transformer_engine(tokens: int, topk: int, hidden: int, experts: int, probs: torch.dtype) -> Sides:
+    """The same through Transformer Engine's names, against the verbs with one plan; the host itself needs a GPU."""
+    from moeroute.interop import transformer_engine
+    from moeroute.ops.maps.op import plan_from_routing_map
+    from moeroute.permutation import permute, unpermute
+
+    x, weights, routing_map, seed = _leaves_of_rows(tokens, topk, hidden, experts, probs)
+    num_rows = tokens * topk
+
+    def by_name() -> Tensor:
+        rows, row_id_map = transformer_engine.moe_permute(x, routing_map, num_rows)
+        return transformer_engine.moe_unpermute(rows, row_id_map, weights, x.shape)
+
+    def core() -> Tensor:
+        plan = plan_from_routing_map(routing_map, num_slots=num_rows, num_rows=num_rows)
+        return unpermute(permute(x, plan), plan, weights)
+
+    def clear() -> None:
+        x.grad = weights.grad = None
+
+    sides = {"moeroute": _through((x, weights), seed, by_name), "core": _through((x, weights), seed, core)}
+    not_run = {"transformer_engine": "needs a GPU"}
+    return Sides(sides, _exact_rows(x, weights, routing_map, seed), clear, not_run)
+
+
+ROUTER: dict[str, Any] = {"num_groups": 8, "group_topk": 4, "scaling_factor": 2.5, "score_function": "sigmoid"}
+
+
+def _router_of_megatron(backward: bool, *, tokens: int = 4096, experts: int = 256, k: int = 8) -> Sides:
+    """The router's choice and weights: sigmoid, a bias, groups."""
+    from moeroute.interop import megatron
+
+    torch.manual_seed(0)
+    logits, seed, bias = torch.randn(tokens, experts), torch.randn(tokens, experts), torch.randn(experts) * 0.1
+    leaf = logits.requires_grad_(backward)
+
+    def side(host: Any) -> Side:
+        def forward() -> Tensor:
+            output: Tensor = host.topk_routing_with_score_function(leaf, k, expert_bias=bias, **ROUTER)[0]
+            return output
+
+        return _through((leaf,), seed, forward) if backward else lambda: (forward(),)
+
+    exact = logits.detach().double().requires_grad_()
+    chosen = _megatron().topk_routing_with_score_function(logits.detach(), k, expert_bias=bias, **ROUTER)[1]
+    scores = exact.sigmoid() * chosen
+    output = scores / (scores.sum(dim=1, keepdim=True) + 1e-20) * ROUTER["scaling_factor"]
+    output.backward(seed.double())
+    expected = (output.detach(), exact.grad) if backward and exact.grad is not None else (output.detach(),)
+
+    def clear() -> None:
+        leaf.grad = None
+
+    return Sides({"moeroute": side(megatron), "megatron": side(_megatron())}, expected, clear)
+
+
+def _row_cases() -> Iterator[Case]:
+    for sizes, least in (((2048, 8, 2048, 64), 16), ((1024, 8, 7168, 256), 20)):
+        words = "T={} K={} H={} E={}".format(*sizes)
+        for probs, bound in ((torch.float32, least), (torch.bfloat16, 8)):
+            name = f"{words}, probs {str(probs).removeprefix('torch.')}"
+            yield Case(
+                f"Megatron permute, unpermute {name}",
+                "megatron.core",
+                partial(_rows_of_megatron, *sizes, probs),
+                {"fastest": bound},
+            )
+            yield Case(
+                f"Transformer Engine permute, unpermute {name}",
+                "torch",
+                partial(_rows_of_transformer_engine, *sizes, probs),
+                {"core": 0.8},
+            )
+
+
 CASES = (
+    *_row_cases(),
+    Case(
+        "Megatron router T=4096 E=256 K=8, forward",
+        "megatron.core",
+        lambda: _router_of_megatron(False),
+        {"fastest": 4},
+    ),
+    Case(
+        "Megatron router T=4096 E=256 K=8, forward and backward",
+        "megatron.core",
+        lambda: _router_of_megatron(True),
+        {"fastest": 8},
+    ),
     Case(
         "Qwen3-MoE block float32 T=2048 H=512 I=256 E=64 K=8",
         "transformers",
@@ -214,16 +366,15 @@ class Result:
 
     @property
     def fastest(self) -> str:
-        """The fastest of theirs."""
+        """The fastest of the others."""
         return min(list(self.seconds)[1:], key=self.seconds.__getitem__)
 
     @property
     def ratios(self) -> dict[str, float]:
-        """How many times as much of ours they take: the fastest one's time, their loop's, the fastest one's memory."""
+        """How many times as much of ours they take: the fastest one's time, each one's, the fastest one's memory."""
         ours = self.seconds["moeroute"]
-        found = {"fastest": self.seconds[self.fastest] / ours}
-        if "eager" in self.seconds:
-            found["eager"] = self.seconds["eager"] / ours
+        found = {name: seconds / ours for name, seconds in self.seconds.items() if name != "moeroute"}
+        found["fastest"] = self.seconds[self.fastest] / ours
         if self.bytes.get("moeroute") and self.bytes.get(self.fastest):
             found["memory"] = self.bytes[self.fastest] / self.bytes["moeroute"]
         return found
@@ -242,11 +393,12 @@ def missing(cases: Sequence[Case]) -> list[str]:
 
 
 def run(cases: Sequence[Case], seconds: float) -> list[Result]:
-    """One process a case for the times, and one a side for the memory."""
+    """One process a case for the times, and where memory has a bound one a side for that."""
     results = []
     for case in cases:
         timed = _ask("time", case.name, str(seconds))
-        peaks = {name: _ask("memory", case.name, name).get("bytes", 0) for name in timed["seconds"]}
+        sides = timed["seconds"] if "memory" in case.bounds else ()
+        peaks = {name: _ask("memory", case.name, name).get("bytes", 0) for name in sides}
         results.append(Result(case, timed["seconds"], peaks, timed["not_run"]))
     return results
 

@@ -107,8 +107,12 @@ def print_peers(results: Sequence["Result"], about: dict[str, Any]) -> None:
     for result in results:
         for name, seconds in result.seconds.items():
             ours = name == "moeroute"
-            memory = f"{result.bytes[name] / 2**20:,.0f} MiB" if result.bytes[name] else "–"
-            verdict = "" if not ours else "[green]hold[/]" if not result.missed else "[red]" + "; ".join(result.missed)
+            memory = f"{result.bytes[name] / 2**20:,.0f} MiB" if result.bytes.get(name) else "–"
+            verdict = "; ".join(
+                f"[{'green' if ratio >= least else 'red'}]{what} {ratio:.2f} (at least {least:g})[/]"
+                for what, least in result.case.bounds.items()
+                if ours and (ratio := result.ratios.get(what)) is not None
+            )
             times = f"× {seconds / result.seconds['moeroute']:.2f}"
             table.add_row(result.case.name if ours else "", name, f"{seconds * 1e3:,.1f} ms", times, memory, verdict)
         for name, reason in result.not_run.items():

@@ -39,12 +39,42 @@ def test_a_wrong_result_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None
     huggingface.register()
 
 
+@pytest.mark.parametrize("probs", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("make", [peers._rows_of_megatron, peers._rows_of_transformer_engine])
+def test_rows_are_compared(make: Any, probs: torch.dtype) -> None:
+    sides = make(40, 3, 16, 8, probs)
+    assert all(len(step()) == 3 for step in sides.sides.values())
+    peers.compare(sides)
+    wrong = {name: lambda step=step: (step()[0], step()[1] * 1.02, step()[2]) for name, step in sides.sides.items()}
+    with pytest.raises(AssertionError, match="gradient 1 is off"):
+        peers.compare(
+            peers.Sides(
+                {"moeroute": wrong["moeroute"], "other": list(sides.sides.values())[1]}, sides.expected, sides.clear
+            )
+        )
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_router_is_compared(backward: bool) -> None:
+    sides = peers._router_of_megatron(backward, tokens=30, experts=32, k=4)
+    assert all(len(step()) == 1 + backward for step in sides.sides.values())
+    peers.compare(sides)
+
+
+def test_the_cases_cover_the_table() -> None:
+    names = [case.name for case in peers.CASES]
+    assert len(set(names)) == len(names) == 12
+    assert [sum(case.bounds.get(kind, 0) > 0 for case in peers.CASES) for kind in ("fastest", "core", "memory")] == [
+        8, 4, 2,
+    ]  # fmt: skip
+
+
 def test_the_verdict() -> None:
     case = small(torch.float32, fastest=1.8, eager=8, memory=1)
     seconds = {"moeroute": 1.0, "grouped_mm": 1.7, "eager": 8.5}
     result = peers.Result(case, seconds, {"moeroute": 90, "grouped_mm": 100, "eager": 50}, {})
     assert result.fastest == "grouped_mm"
-    assert result.ratios == {"fastest": 1.7, "eager": 8.5, "memory": 100 / 90}
+    assert result.ratios == {"fastest": 1.7, "grouped_mm": 1.7, "eager": 8.5, "memory": 100 / 90}
     assert result.missed == ["fastest 1.70 < 1.8"]
 
 
@@ -62,6 +92,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "below its bound: small torch.float32: fastest" in printed
     assert "need a GPU of their own kind" in printed
+    assert "(at least 1e+09)" in printed
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         cli.main(["bench", "--peers"])

@@ -365,7 +365,7 @@ WORDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "plan_from_routing_map drop": (Drop, lambda word: moeroute.plan_from_routing_map(FLOAT > 0, drop=word)),
     "nn.MoE score": (Score, lambda word: nn.MoE(4, 4, 2, 1, score=word)),
     "nn.MoE group_score": (GroupScore, lambda word: nn.MoE(4, 4, 2, 1, group_score=word)),
-    "nn.MoE drop": (Drop, lambda word: nn.MoE(4, 4, 2, 1, drop=word)),
+    "nn.MoE drop": (DropOfIds, lambda word: nn.MoE(4, 4, 2, 1, drop=word)),
     "megatron score_function": (
         ScoreFunction, lambda word: megatron.topk_routing_with_score_function(FLOAT, 1, score_function=word)
     ),

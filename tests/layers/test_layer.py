@@ -9,6 +9,7 @@ from torch import Tensor
 from moeroute.nn import MoE, Routing, SwiGLU
 from moeroute.ops.balance import load_balancing_loss, router_z_loss
 from moeroute.ops.gating.op import Score
+from moeroute.ops.planning.common import DropOfIds
 from small_layers import EXPERTS, HIDDEN, INTERMEDIATE, K, assert_near, make_input, make_layer, naive_layer
 
 SCORES = [
@@ -200,7 +201,7 @@ def test_capacity_factor_is_exact() -> None:
         ("choice", [[True, False], [True, False], [False, True]]),
     ],
 )
-def test_which_slots_are_dropped(drop: str, kept: list[list[bool]]) -> None:
+def test_which_slots_are_dropped(drop: DropOfIds, kept: list[list[bool]]) -> None:
     """One place an expert, of three tokens: expert 0 is wanted three times, expert 1 twice."""
     layer = MoE(HIDDEN, INTERMEDIATE, num_experts=3, k=2, capacity_factor=0.5, drop=drop, renormalize=True)
     logits = torch.tensor([[1.0, 0.5, -9.0], [0.5, 1.5, -9.0], [3.0, -9.0, 1.0]])

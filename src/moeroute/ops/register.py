@@ -64,6 +64,24 @@ def register(
     return lambda *arguments: call(*arguments[:at], *arguments[at], *arguments[at + 1 :])
 
 
+_published: dict[str, tuple[torch.library.Library, set[str]]] = {}
+
+
+def publish(namespace: str, schema: str, function: Callable[..., Any]) -> None:
+    """Define an operator of another library's namespace that is a composition of ours; a second time changes nothing.
+
+    What the function calls is what autograd, torch.compile and transforms see.
+    """
+    if namespace not in _published:
+        _published[namespace] = torch.library.Library(namespace, "FRAGMENT"), set()
+    library, names = _published[namespace]
+    name = schema.split("(")[0]
+    if name not in names:
+        library.define(schema)
+        library.impl(name, function, "CompositeImplicitAutograd")
+        names.add(name)
+
+
 def transformed() -> bool:
     """Whether forward mode or a transform of torch.func is at work, outside torch.compile."""
     return not torch.compiler.is_compiling() and (forward_ad._current_level >= 0 or _transforms_active())

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from moeroute import check
 from moeroute.interop.torch_npu.arguments import npu_function, refused
-from moeroute.ops.gating.op import gating_topk, gating_topk_backward
+from moeroute.ops.gating.op import GroupScore, Score, gating_topk, gating_topk_backward
 from moeroute.ops.hash_routing import look_up_expert_ids
 
 _T = TypeVar("_T")
 
-_SCORES = ("softmax", "sigmoid", "sqrtsoftplus")  # by norm_type
-_GROUP_SCORES = ("max", "top2_sum")  # by group_select_mode
+_SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sqrtsoftplus")  # by norm_type
+_GROUP_SCORES: tuple[GroupScore, ...] = ("max", "top2_sum")  # by group_select_mode
 
 
 @npu_function
@@ -176,7 +176,7 @@ def npu_moe_gating_top_k_softmax_v2(
     tokens = _tokens(name, x, finished)
     if renorm not in (0, 1):
         raise refused(name, "renorm", "0 or 1", renorm, "renorm must be 0 or 1")
-    score = "topk_softmax" if renorm else "softmax"
+    score: Score = "topk_softmax" if renorm else "softmax"
     found = gating_topk(tokens, k, score=score, renormalize=False, weights_dtype=x.dtype)
     shape = (*x.shape[:-1], k)
     softmax = found.scores.view(x.shape) if output_softmax and not renorm else x.new_empty(0, dtype=torch.float32)

@@ -163,8 +163,10 @@ def npu_grouped_matmul_add_(
     """
     function = "npu_grouped_matmul_add_"
     for name, value, wanted in (
-        ("transpose_x", transpose_x, True), ("transpose_weight", transpose_weight, False), ("group_type", group_type, 2)
-    ):  # fmt: skip
+        ("transpose_x", transpose_x, True),
+        ("transpose_weight", transpose_weight, False),
+        ("group_type", group_type, 2),
+    ):
         if value != wanted:
             raise refused(function, name, str(wanted), value)
     if group_list_type not in (ENDS, SIZES):

@@ -133,8 +133,10 @@ def npu_moe_distribute_dispatch_v2(
         check_absent(function, elastic_info=elastic_info, performance_info=performance_info)
         out = torch.int8 if quant_mode else x.dtype
         for name, dtype, wanted in (
-            ("y_dtype", y_dtype, out), ("x_dtype", x_dtype, x.dtype), ("scales_dtype", scales_dtype, torch.float32)
-        ):  # fmt: skip
+            ("y_dtype", y_dtype, out),
+            ("x_dtype", x_dtype, x.dtype),
+            ("scales_dtype", scales_dtype, torch.float32),
+        ):
             if dtype is not None and dtype_of(function, name, dtype) is not wanted:
                 raise unavailable(function, name, dtype, f"this has {wanted}")
 

@@ -1,0 +1,280 @@
+"""torch_npu installed: its modules, devices and operators, what is put back, and programs that run under it."""
+
+import csv
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moeroute import memory_stats
+from moeroute.interop.torch_npu import install, uninstall
+from moeroute.interop.torch_npu.arguments import FUNCTIONS
+from moeroute.interop.torch_npu.schemas import schemas_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def installed() -> Iterator[Any]:
+    install()
+    yield sys.modules["torch_npu"]
+    uninstall()
+
+
+@pytest.fixture
+def with_devices() -> Iterator[Any]:
+    install(device_strings=True)
+    yield sys.modules["torch_npu"]
+    uninstall()
+
+
+def test_import(installed: Any) -> None:
+    import torch_npu
+    import torch_npu.npu
+    from torch_npu.contrib import transfer_to_npu
+
+    assert torch_npu is installed
+    assert torch_npu.npu is torch.npu  # type: ignore[attr-defined]
+    assert torch_npu.__version__.startswith(torch.__version__)
+    assert torch_npu.__spec__ is not None
+    assert transfer_to_npu.__name__ == "torch_npu.contrib.transfer_to_npu"
+    for name, function in FUNCTIONS.items():
+        assert getattr(torch_npu, name) is function
+
+
+def test_a_name_that_is_not_built(installed: Any) -> None:
+    assert hasattr(installed, "npu_moe_distribute_dispatch_v2")
+    assert not hasattr(installed, "npu_fusion_attention")
+    with pytest.raises(
+        AttributeError, match=r"no 'npu_moe_token_permut'; the nearest that it has: npu_moe_token_permute"
+    ):
+        installed.npu_moe_token_permut  # noqa: B018
+    with pytest.raises(AttributeError, match=r"module 'torch_npu\._C' of moeroute has no '_npu_getDeviceCount'"):
+        installed._C._npu_getDeviceCount  # noqa: B018
+
+
+def test_a_second_call_and_undoing() -> None:
+    before = {name: vars(torch.Tensor).get(name) for name in ("npu", "is_npu", "histc")}
+    histc = torch.histc
+    enabled = memory_stats()["enabled"]
+    install()
+    install()
+    assert not memory_stats()["enabled"]
+    uninstall()
+    uninstall()
+    assert {name: vars(torch.Tensor).get(name) for name in before} == before
+    assert torch.histc is histc
+    assert memory_stats()["enabled"] == enabled
+    assert not hasattr(torch, "npu")
+    assert not [name for name in sys.modules if name.split(".")[0] == "torch_npu" or name == "torch.npu"]
+
+
+def test_another_torch_npu_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch_npu.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match=rf"torch_npu must be no other than moeroute's; got the one of {tmp_path}"):
+        install()
+    assert not hasattr(torch, "npu")
+
+
+# ---------------------------------------------------------------------------- operators of torch
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_is_an_operator(installed: Any, name: str) -> None:
+    operator = getattr(torch.ops.npu, name)
+    assert set(operator.overloads()) == {overload or "default" for overload in schemas_of(FUNCTIONS[name])}
+
+
+def test_operators_are_differentiable(installed: Any) -> None:
+    tokens = torch.randn(3, 2, requires_grad=True)
+    ids = torch.tensor([[1, 0], [1, 2], [0, 2]])
+    rows, index = torch.ops.npu.npu_moe_token_permute(tokens, ids)
+    out = torch.ops.npu.npu_moe_token_unpermute(rows, index, torch.full((3, 2), 0.5))
+    torch.testing.assert_close(out, tokens)
+    out.sum().backward()
+    assert torch.equal(tokens.grad, torch.ones(3, 2))  # type: ignore[arg-type]
+    grads = torch.ops.npu.npu_moe_token_unpermute_grad_v2(torch.ones(6, 2), index, 6, torch.float32)
+    assert grads[1] is None
+
+
+def test_numbers_and_types_in_operators(installed: Any) -> None:
+    grad, index = torch.ones(4, 2), torch.arange(4)
+    by_type = torch.ops.npu.npu_moe_token_permute_grad_v2(grad, index, 2, torch.bfloat16, 2)
+    by_number = torch.ops.npu.npu_moe_token_permute_grad_v2(grad, index, 2, 15, 2)
+    assert by_type.dtype is by_number.dtype is torch.bfloat16
+    assert torch.equal(by_type, by_number)
+
+
+def test_the_names_of_a_serving_framework(installed: Any) -> None:
+    x = torch.randn(4, 8)
+    names = ("k_group", "group_count", "group_select_mode", "renorm", "norm_type", "out_flag")
+    options: dict[str, Any] = dict(zip(names, (1, 1, 1, 0, 1, False), strict=True))
+    y, ids, _ = torch.ops._C_ascend.moe_gating_top_k(
+        x, k=2, **options, routed_scaling_factor=1.0, eps=1e-20, bias_opt=torch.zeros(8)
+    )
+    wanted = installed.npu_moe_gating_top_k(x, 2, group_select_mode=1, norm_type=1, bias=torch.zeros(8))
+    assert torch.equal(y, wanted[0])
+    assert torch.equal(ids, wanted[1])
+    routed = torch.ops._C_ascend.npu_moe_init_routing_custom(x, ids, expert_num=8, quant_mode=-1)
+    assert torch.equal(routed[0], installed.npu_moe_init_routing_v2(x, ids, expert_num=8)[0])
+
+
+# ---------------------------------------------------------------------------- torch.npu
+
+
+def test_streams_events_and_the_device(installed: Any) -> None:
+    npu = installed.npu
+    assert npu.is_available()
+    assert (npu.device_count(), npu.current_device()) == (1, 0)
+    npu.set_device("npu:0")
+    stream = npu.current_stream()
+    stream.wait_stream(npu.Stream())
+    start, stop = npu.Event(enable_timing=True), npu.Event(enable_timing=True)
+    start.record()
+    stream.wait_event(start)
+    assert stream.record_event() is not None
+    stop.record(stream)
+    stop.synchronize()
+    npu.synchronize()
+    assert 0 <= start.elapsed_time(stop) < 10_000
+    with npu.stream(stream), npu.device(0):
+        npu.empty_cache()
+    with pytest.raises(RuntimeError, match="both events must be recorded"):
+        start.elapsed_time(npu.Event())
+    free, whole = npu.mem_get_info()
+    assert 0 < free <= whole
+    assert 0 < npu.memory_allocated() <= whole
+    assert npu.max_memory_allocated() > 0
+    npu.config.allow_internal_format = False
+    npu.set_compile_mode(jit_compile=False)
+
+
+def test_seeds(installed: Any) -> None:
+    installed.npu.manual_seed(7)
+    state = installed.npu.get_rng_state()
+    first = torch.rand(3)
+    installed.npu.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_tensors_and_modules_are_there_already(installed: Any) -> None:
+    x: Any = torch.ones(2)
+    layer: Any = torch.nn.Linear(2, 2)
+    assert x.npu() is x
+    assert x.npu(0, non_blocking=True) is x
+    assert layer.npu() is layer
+    assert not x.is_npu
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+def test_histc_counts_integers(installed: Any, dtype: torch.dtype) -> None:
+    """Both ways in which frameworks count experts."""
+    ids = torch.tensor([0, 3, 3, 1, 3], dtype=dtype)
+    counts = torch.histc(ids, bins=4, min=0, max=4)
+    assert counts.dtype is dtype
+    assert counts.tolist() == [1, 1, 0, 3]
+    assert ids.histc(bins=4, min=0, max=4).tolist() == [1, 1, 0, 3]
+    assert torch.histc(ids.float(), bins=4, min=0, max=3).tolist() == [1, 1, 0, 3]
+
+
+# ---------------------------------------------------------------------------- devices
+
+
+def test_devices_named_npu_are_the_cpu(with_devices: Any) -> None:
+    x = torch.ones(2, device="npu:0")
+    assert x.device.type == "cpu"
+    assert torch.zeros_like(x, device="npu").device.type == "cpu"
+    assert x.to("npu").device.type == x.to(device=torch.device("npu:0")).device.type == "cpu"
+    assert torch.nn.Linear(2, 2, device="npu").to("npu").weight.device.type == "cpu"
+    assert torch.tensor([1], device=torch.device("npu", 0)).device.type == "cpu"
+    generator = torch.Generator(device="npu").manual_seed(3)
+    assert isinstance(generator, torch.Generator)
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert torch.rand(2, generator=generator, device="npu").shape == (2,)
+    with torch.autocast("npu", dtype=torch.bfloat16):
+        assert torch.nn.Linear(2, 2)(x).dtype is torch.bfloat16
+    with torch.autocast(device_type="npu", dtype=torch.bfloat16):
+        assert torch.nn.Linear(2, 2)(x).dtype is torch.bfloat16
+    with torch.device("npu"):
+        assert torch.ones(1).device.type == "cpu"
+    cube = torch.ones(2, 2, 2)
+    assert torch.einsum("npu", cube).shape == cube.shape  # three letters that are no device
+
+
+def test_devices_are_put_back_and_the_mode_is_of_one_thread(with_devices: Any) -> None:
+    found: list[str] = []
+
+    def elsewhere() -> None:
+        found.append(torch.device("npu").type)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == ["npu"]  # the name parses everywhere, the CPU stands behind it here
+    uninstall()
+    assert torch.Generator is torch._C.Generator
+    with pytest.raises((RuntimeError, ModuleNotFoundError)):
+        torch.ones(2, device="npu")
+
+
+# ---------------------------------------------------------------------------- programs
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_script_is_run_with_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("NAME = 'beside'")
+    (tmp_path / "script.py").write_text(
+        "import sys, torch, torch_npu\n"
+        "from beside import NAME\n"
+        "print(__name__, NAME, sys.argv[1:], torch.ones(1).to('npu').device, torch_npu.npu.is_available())\n"
+        "sys.exit(3)\n"
+    )
+    done = run("-m", "moeroute.interop.torch_npu", "script.py", "--steps", "-m", "5", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (3, "__main__ beside ['--steps', '-m', '5'] cpu True\n"), done.stderr
+    done = run("-m", "moeroute.interop.torch_npu", "-m", "script", "--more", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (3, "__main__ beside ['--more'] cpu True\n"), done.stderr
+    done = run("-m", "moeroute.interop.torch_npu", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "usage: python -m moeroute.interop.torch_npu" in done.stderr
+
+
+def test_a_test_session(tmp_path: Path) -> None:
+    """The two lines that replace a mock: a test file for Ascend, and the plugin on the command line."""
+    (tmp_path / "test_ascend.py").write_text(
+        "import torch\nimport torch_npu\n\n"
+        "def test_permute():\n"
+        "    rows, index = torch_npu.npu_moe_token_permute(torch.ones(2, 3).npu(), torch.tensor([[1, 0], [0, 1]]))\n"
+        "    assert index.tolist() == [2, 0, 1, 3]\n\n"
+        "def test_device(request):\n"
+        "    assert request.config.getoption('npu_devices')\n"
+        "    assert torch.ones(2, device='npu').device.type == 'cpu'\n"
+    )
+    plugin = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "moeroute.interop.torch_npu.plugin")
+    done = run(*plugin, "--npu-devices", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+
+
+def test_the_example_learns_as_plain_torch_does(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "ascend" / "train.py")
+    done = run("-m", "moeroute.interop.torch_npu", script, "--steps", "20", "--out", str(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with open(tmp_path / "loss.csv") as file:
+        rows = [(float(row["ascend"]), float(row["plain"])) for row in csv.DictReader(file)]
+    assert len(rows) == 20
+    for ascend, plain in rows:
+        assert ascend == pytest.approx(plain, rel=1e-4)
+    assert rows[-1][0] < 0.8 * rows[0][0]
+    assert "largest relative difference of the losses" in done.stdout

@@ -615,6 +615,16 @@ PAIRS = {"group_list": torch.tensor([[0, 1], [0, 1]]), "group_list_type": 2}
         ("group_list must be pairs", PAIRS),
         ("group_list must be pairs", {**PAIRS, "group_list": torch.tensor([[0, 1], [2, 1]])}),
         (r"group_list must be \[G, 2\]", {"group_list_type": 2}),
+        (r"group_list must be \[G\]", {"group_list": torch.tensor(4)}),
+        ("group_list must be None", {"group_list": torch.tensor(4), "group_type": -1, "split_item": 0}),
+        (
+            r"group_list must be \[G, 2\]",
+            {"group_list": torch.tensor(4), "group_type": 2, "group_list_type": 2, "weight": [torch.ones(3, 5)]},
+        ),
+        (
+            "group_list must be pairs",
+            {**PAIRS, "group_list": torch.tensor([[2, 1], [0, 1]]), "group_type": 2, "weight": [torch.ones(3, 5)]},
+        ),
         ("group_list must be an int", {"group_list": [1, 2.0]}),
         ("group_list must be of the rows", {"x": [torch.ones(2, 3)] * 2, "group_list": torch.tensor([1, 4])}),
         ("group_list_type must be", {"group_list_type": 3}),

@@ -125,8 +125,8 @@ def npu_grouped_matmul(
     )
     with without_autocast(x[0].device):
         if group_type == LISTS:
-            if group_list is not None and len(group_list):
-                raise refused(function, "group_list", "None for group_type -1", "a list")
+            if isinstance(group_list, Tensor):
+                raise refused(function, "group_list", "None for group_type -1", "a tensor")
             return _of_lists(products, split_item)
         if group_type == ROWS:
             return _of_rows(products, group_list, group_list_type, split_item)
@@ -322,8 +322,7 @@ def _of_reduction(
     elif len(weight) > 1 or group_list is None:
         raise refused(function, "weight", "one tensor, with a group_list, for split_item 2 or 3", len(weight))
     else:
-        num_groups = len(group_list) if list_type == PAIRS else None
-        found = segments(function, "group_list", group_list, list_type, total, num_groups)
+        found = segments(function, "group_list", group_list, list_type, total)
     in_order = by_group(found, len(found))
     widths = [products.width(weight[group if separate else 0]) for group, _, _ in in_order]
     products.sort_parameters(widths, [num_rows], or_of_groups=True)

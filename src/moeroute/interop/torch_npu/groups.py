@@ -37,13 +37,13 @@ def segments(
             (group, size), in which no group has rows twice (`PAIRS`).
         list_type: `ENDS`, `SIZES` or `PAIRS`.
         num_rows: rows that there are; no segment ends later.
-        num_groups: G, or None for whatever the list has.
+        num_groups: G, or None for the length of the list.
     """
     values = _values(function, argument, group_list, 2 if list_type == PAIRS else 1)
     if list_type == PAIRS:
         groups, sizes = [group for group, _ in values], [size for _, size in values]
         used = [group for group, size in values if size]
-        limit = num_groups if num_groups is not None else max(groups, default=-1) + 1
+        limit = len(values) if num_groups is None else num_groups
         if len(set(used)) < len(used) or any(not 0 <= group < limit for group in groups):
             raise refused(function, argument, f"pairs (group, size) of different groups below {limit}", values)
     else:

@@ -1,15 +1,18 @@
 """What every rank of tests/torch_npu/test_ranks.py runs, and a model that plays all ranks in one process.
 
-Arguments: the number of ranks, this rank, a file for the ranks to meet at.
+Arguments: the number of ranks, and a file for them to meet at. Ranks are forked, so that torch is imported once.
 """
 
 import datetime
+import multiprocessing
+import multiprocessing.connection
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch._dynamo  # torch imports it late, which here would be once a rank
 import torch.distributed as dist
 from torch import Tensor
 
@@ -280,7 +283,7 @@ def cases(world: int) -> list[Case]:
             experts = 2 * (world - shared_ranks)
             some: dict[str, Any] = {"experts": experts, "shared": shared, "shared_ranks": shared_ranks, "topk": 2}
             every += [
-                Case(world, **some, shared_x=True),
+                Case(world, F32, **some, shared_x=True),
                 Case(world, F32, **some, quant=True, scales=True, mask=1),
                 Case(world, F16, **some, tokens=[r + 1 for r in range(world)], mask=2, global_bs=world * world),
                 Case(world, **some, zero=1, copy=1, const=1, cumulative=True),
@@ -455,7 +458,8 @@ def groups(rank: int) -> None:
     check(Case(1, shared_x=True), 0, 1, "alone")
 
 
-def main(world: int, rank: int, meet: str) -> None:
+def run(world: int, rank: int, meet: str) -> None:
+    """All of one rank."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
@@ -474,8 +478,23 @@ def main(world: int, rank: int, meet: str) -> None:
         groups(rank)
     if world > 1:
         dist.destroy_process_group()
-    print("same")
+    print("same", flush=True)
+
+
+def main(world: int, meet: str) -> int:
+    """The first exit status of a rank that is not 0; the others are not waited for."""
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=run, args=(world, rank, meet), daemon=True) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    waiting = list(ranks)
+    while waiting:
+        multiprocessing.connection.wait([process.sentinel for process in waiting])
+        if any(process.exitcode for process in waiting):
+            return 1
+        waiting = [process for process in waiting if process.exitcode is None]
+    return 0
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    sys.exit(main(int(sys.argv[1]), sys.argv[2]))

@@ -21,30 +21,34 @@ from moeroute.interop.torch_npu.ranks import (
 )
 from moeroute.interop.torch_npu.ranks_combine import npu_moe_distribute_combine, npu_moe_distribute_combine_v2
 from moeroute.interop.torch_npu.ranks_gmm import npu_alltoallv_gmm, npu_gmm_alltoallv
+from moeroute.interop.torch_npu.ranks_layout import Layout
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks(world: int, tmp_path: Path) -> None:
     """Every mode, a serving layer, the products there and back, and what must end in an error on every rank."""
     script = Path(__file__).with_name("rank_cases.py")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(world), str(rank), str(tmp_path / "meet")],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for process in ranks:
-            printed, errors = process.communicate(timeout=300)
-            assert process.returncode == 0, errors[-3000:]
-            assert printed.strip() == "same"
-    finally:
-        for process in ranks:
-            process.kill()
+    done = subprocess.run(
+        [sys.executable, str(script), str(world), str(tmp_path / "meet")],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["same"] * world
+
+
+def test_two_shared_experts_on_two_ranks_each() -> None:
+    """Ranks 0 and 1 hold the first, 2 and 3 the second; experts 0 to 5 lie on ranks 4 to 6, two each."""
+    layouts = [Layout(world=7, rank=rank, experts=6, shared=2, shared_ranks=4) for rank in range(7)]
+    assert [layout.shared_places() for layout in layouts[:3]] == [[0, 2], [1, 3], [0, 2]]
+    assert [list(range(10))[layout.mine()] for layout in layouts[3:]] == [[3], [4, 5], [6, 7], [8, 9]]
+    assert layouts[0].by_rank(torch.arange(10)) == [0, 1, 2, 3, 9, 13, 17]
+    given = torch.tensor([10, 20, 0, 1, 2, 3, 4, 5])  # shared experts first
+    assert layouts[0].of_places(given).tolist() == [10, 10, 20, 20, 0, 1, 2, 3, 4, 5]
+    # Four of the seven ranks send to rank 0 or 2; an expert rank gets at most two rows of a token.
+    assert [layout.room(tokens=5, topk=3) for layout in layouts[3:5]] == [20, 70]
 
 
 # ---------------------------------------------------------------------------- one rank

@@ -21,7 +21,6 @@ from moeroute.interop.torch_npu.process_groups import Ranks, dtype_number, ranks
 from moeroute.interop.torch_npu.process_groups import register_group as register_group
 from moeroute.interop.torch_npu.ranks_layout import (
     Experts,
-    Layout,
     active_slots,
     check_absent,
     check_ids,
@@ -248,7 +247,9 @@ def _dispatch(
     note = torch.zeros(plan.num_rows, 4, dtype=torch.int32, device=x.device)
     note[:, 0], note[:, 1] = slots // columns, slots % columns
     if quant_mode:
-        rows, row_scales = spread_quantized(x, plan, smooth=_factors(layout, scales))
+        rows, row_scales = spread_quantized(
+            x, plan, smooth=None if scales is None else layout.of_places(scales.float())
+        )
         note[:, 2] = row_scales.view(torch.int32)
     else:
         rows = permute(x, plan)
@@ -271,13 +272,6 @@ def _dispatch(
         counts,
         torch.zeros(0, device=x.device) if expert_scales is None else _floats(note[:, 3]),
     )
-
-
-def _factors(layout: Layout, scales: Tensor | None) -> Tensor | None:
-    """Of every place: the ranks of one shared expert have the same ones."""
-    if scales is None or not layout.columns:
-        return None if scales is None else scales.float()
-    return torch.cat([scales[: layout.shared].repeat_interleave(layout.replicas, 0), scales[layout.shared :]]).float()
 
 
 def _floats(bits: Tensor) -> Tensor:

@@ -63,6 +63,11 @@ class Layout:
         """Where this rank's tokens find each shared expert."""
         return [self.rank % self.replicas + number * self.replicas for number in range(self.columns)]
 
+    def of_places(self, of_experts: Tensor) -> Tensor:
+        """What is given for each expert, the shared ones first, for each place."""
+        shared = of_experts[: self.columns].repeat_interleave(self.replicas, 0)
+        return torch.cat([shared, of_experts[self.columns :]])
+
     def room(self, tokens: int, topk: int) -> int:
         """A: most rows that this rank can get from `tokens` tokens on each rank."""
         if self.rank < self.shared_ranks:

@@ -18,6 +18,7 @@ from torch.testing._internal.optests.generate_tests import OpCheckError
 
 import moeroute
 from moeroute import cli, dispatch, memory, testing
+from moeroute.dispatch import Backend
 from moeroute.testing import TOLERANCES, assert_close_to_exact, assert_same_bits
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -81,7 +82,7 @@ def damages(part: Tensor) -> Iterator[Damage]:
 
 
 @contextmanager
-def broken(backend: str, function: str, damage: Damage, part: int = 0) -> Iterator[None]:
+def broken(backend: Backend, function: str, damage: Damage, part: int = 0) -> Iterator[None]:
     """The function of this backend returns something damaged; of several results one."""
 
     def damage_part(parts: list[Any]) -> list[Any]:
@@ -93,7 +94,7 @@ def broken(backend: str, function: str, damage: Damage, part: int = 0) -> Iterat
 
 
 @contextmanager
-def wrapped(backend: str, function: str, change: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
+def wrapped(backend: Backend, function: str, change: Callable[[list[Any]], list[Any]]) -> Iterator[None]:
     """What the function of this backend returns goes through `change`, as a list."""
     (module,) = (m for m in (dispatch.module(room, backend) for room in dispatch.ROOMS) if hasattr(m, function))
     honest = getattr(module, function)
@@ -109,7 +110,7 @@ def wrapped(backend: str, function: str, change: Callable[[list[Any]], list[Any]
         yield
 
 
-def every_break(backend: str, function: str, call: Callable[[], Any]) -> Iterator[tuple[Damage, Any]]:
+def every_break(backend: Backend, function: str, call: Callable[[], Any]) -> Iterator[tuple[Damage, Any]]:
     """What `call` returns with each part of the function's result damaged in each way that applies."""
     seen: list[Any] = []
 
@@ -149,7 +150,7 @@ TO_THE_BIT = ("spread", "spread_quantized", "plan_from_expert_ids", "dense_weigh
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_cases_pass_where_nothing_is_broken(backend: str, name: str) -> None:
+def test_cases_pass_where_nothing_is_broken(backend: Backend, name: str) -> None:
     problem = testing.problem(TINY[name])
     ours = problem.ours(backend)
     problem.compare(ours, problem.composition())
@@ -157,7 +158,7 @@ def test_cases_pass_where_nothing_is_broken(backend: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_cases_catch_every_damage(subtests: pytest.Subtests, backend: str, name: str) -> None:
+def test_cases_catch_every_damage(subtests: pytest.Subtests, backend: Backend, name: str) -> None:
     case = TINY[name]
     problem = testing.problem(case)
     expected, composition = problem.ours("reference"), problem.composition()
@@ -187,7 +188,7 @@ LOGITS = torch.randn(5, 8, generator=GENERATOR)
 LENGTHS = torch.tensor([[2, 0, 1], [1, 3, 0]])
 
 
-def gating_backward(backend: str) -> Tensor:
+def gating_backward(backend: Backend) -> Tensor:
     gating = moeroute.gating_topk(LOGITS, 2, score="sigmoid", backend=backend)
     return moeroute.gating_topk_backward(
         gating.scores, WEIGHTS, gating.expert_ids, score="sigmoid", renormalize=True, backend=backend
@@ -195,7 +196,7 @@ def gating_backward(backend: str) -> Tensor:
 
 
 LINES = moeroute.row_id_map(DENSE, backend="reference")
-CALLS: dict[str, Callable[[str], Any]] = {
+CALLS: dict[str, Callable[[Backend], Any]] = {
     "gating_topk": lambda b: moeroute.gating_topk(LOGITS, 2, backend=b),
     "gating_topk_backward": gating_backward,
     "plan_expert_ids": lambda b: moeroute.plan_from_expert_ids(IDS, 5, align=2, backend=b),
@@ -237,7 +238,7 @@ def test_no_function_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("function", CALLS)
-def test_same_bits_catches_every_damage(subtests: pytest.Subtests, backend: str, function: str) -> None:
+def test_same_bits_catches_every_damage(subtests: pytest.Subtests, backend: Backend, function: str) -> None:
     expected = CALLS[function]("reference")
     assert_same_bits(CALLS[function](backend), expected)
     kinds = set()
@@ -350,7 +351,7 @@ def test_gradgradcheck_catches_a_broken_second_derivative(function: str, damage:
     ],
     ids=["a row too few", "another dtype", "other strides", "an input changed"],
 )
-def test_opcheck_catches_a_broken_contract(backend: str, damage: Damage) -> None:
+def test_opcheck_catches_a_broken_contract(backend: Backend, damage: Damage) -> None:
     arguments = (ROWS, None, *PLAN.tensors, backend)
     torch.library.opcheck(torch.ops.moeroute.combine.default, arguments)
     before = ROWS.clone()

@@ -18,6 +18,7 @@ import torch
 
 import moeroute
 from moeroute import dispatch, nn
+from moeroute.dispatch import Backend
 from moeroute.interop import megatron, transformer_engine
 from moeroute.interop.conventions import ScoreFunction
 from moeroute.ops.gating.op import GroupScore, Score
@@ -348,7 +349,7 @@ def kinds_of(annotation: Any) -> set[Any]:
 @pytest.mark.parametrize("name", [*FUNCTIONS, "nn.MoE.__init__", "nn.Router.__init__"])
 def test_strings_are_literals(name: str) -> None:
     for argument, annotation in get_type_hints(operator.attrgetter(name)(moeroute)).items():
-        if argument not in ("device", "return", "backend"):
+        if argument not in ("device", "return"):
             assert str not in kinds_of(annotation), f"{name}: {argument} is {annotation}"
 
 
@@ -361,6 +362,8 @@ WORDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "gating_topk_backward score": (
         Score, lambda word: moeroute.gating_topk_backward(FLOAT, FLOAT[:, :1], IDS, score=word, renormalize=None)
     ),
+    "gating_topk backend": (Backend, lambda word: moeroute.gating_topk(FLOAT, 1, backend=word)),
+    "nn.MoE backend": (Backend, lambda word: nn.MoE(4, 4, 2, 1, backend=word)),
     "plan_from_expert_ids drop": (DropOfIds, lambda word: moeroute.plan_from_expert_ids(IDS, 2, drop=word)),
     "plan_from_routing_map drop": (Drop, lambda word: moeroute.plan_from_routing_map(FLOAT > 0, drop=word)),
     "nn.MoE score": (Score, lambda word: nn.MoE(4, 4, 2, 1, score=word)),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import moeroute
 from moeroute import nn
+from moeroute.dispatch import Backend
 from moeroute.testing import assert_same_bits
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -104,7 +105,7 @@ Call = tuple[Callable[..., Any], dict[str, Any], dict[str, tuple[torch.dtype, ..
 def with_plan(function: Callable[..., Any], make_plan: Callable[..., Any]) -> Callable[..., Any]:
     """The plan and what a verb makes of it, so that a plan is not only looked at."""
 
-    def call(backend: str, given: tuple[Any, ...], **arguments: Any) -> Any:
+    def call(backend: Backend, given: tuple[Any, ...], **arguments: Any) -> Any:
         keywords = {} if make_plan is moeroute.RoutingPlan else {"backend": backend}
         plan = make_plan(**arguments, **keywords)
         return plan, plan.token_of_row, function(*given, plan, backend=backend)
@@ -309,7 +310,7 @@ def in_layout(tensor: Tensor, layout: Callable[[Tensor], Tensor], dtype: torch.d
     return found, copy
 
 
-def compare(name: str, call: Call, changed: dict[str, tuple[Tensor, Tensor]], backend: str, where: str) -> None:
+def compare(name: str, call: Call, changed: dict[str, tuple[Tensor, Tensor]], backend: Backend, where: str) -> None:
     function, arguments, _ = call
     keywords = {} if name in NO_BACKEND else {"backend": backend}
     found = function(**{**arguments, **{key: pair[0] for key, pair in changed.items()}}, **keywords)
@@ -355,7 +356,7 @@ def test_one_argument_at_a_time(name: str, sizes: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_BACKEND])
-def test_all_arguments_at_once(name: str, backend: str) -> None:
+def test_all_arguments_at_once(name: str, backend: Backend) -> None:
     """Each in a layout and a dtype of its own; few cases, since Triton's interpreter takes its time."""
     call = calls("small")[name]
     for turn in range(2 if backend == "triton" else len(LAYOUTS)):
@@ -367,7 +368,7 @@ def test_all_arguments_at_once(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_gradients_that_come_in(layout: Callable[[Tensor], Tensor], backend: str) -> None:
+def test_gradients_that_come_in(layout: Callable[[Tensor], Tensor], backend: Backend) -> None:
     """A gradient is often a view: that of a sum is expanded, that of a product transposed."""
     if backend == "triton" and layout not in (transposed, expanded_rows):
         pytest.skip("the interpreter takes its time")

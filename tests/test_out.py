@@ -18,6 +18,7 @@ import moeroute
 from aclnn_calls import GOOD, SIXTEEN_MIB, run
 from moeroute import aclnn, check
 from moeroute.aclnn.signatures import SIGNATURES
+from moeroute.dispatch import Backend
 from moeroute.testing import assert_same_bits
 
 T, K, E, H = 4, 2, 5, 6
@@ -110,7 +111,7 @@ def made(shapes: Shapes, buffer: str = "whole") -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("buffer", BUFFERS)
 @pytest.mark.parametrize("name", WAYS)
-def test_what_autograd_saved_is_missed(name: str, buffer: str, backend: str) -> None:
+def test_what_autograd_saved_is_missed(name: str, buffer: str, backend: Backend) -> None:
     if buffer != "whole" and backend == "triton":
         pytest.skip("the interpreter takes its time")
     if buffer == "columns apart" and name.startswith("gating"):
@@ -143,7 +144,7 @@ def test_views_share_the_counter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_inference_tensors(name: str, backend: str) -> None:
+def test_inference_tensors(name: str, backend: Backend) -> None:
     """Refused outside inference mode, before anything is written; inside they are written like others."""
     call, shapes = WAYS[name]
     with torch.inference_mode():

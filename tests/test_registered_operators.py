@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import moeroute
+from moeroute.dispatch import Backend
 from moeroute.ops.register import LIBRARY
 from moeroute.testing import assert_same_bits
 
@@ -140,7 +141,7 @@ STRINGS = ("nonsense", "", "softmax", "topk_softmax")
 DTYPES = (torch.int32, torch.float64, torch.bool, torch.bfloat16)
 
 
-def call(name: str, arguments: dict[str, Any], backend: str) -> Any:
+def call(name: str, arguments: dict[str, Any], backend: Backend) -> Any:
     operator = getattr(torch.ops.moeroute, name.partition(",")[0])
     if "backend" in str(operator.default._schema):
         arguments = {**arguments, "backend": backend}
@@ -171,7 +172,7 @@ def nonsense(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{argument} is None", {**arguments, argument: None}
 
 
-def outcome(name: str, arguments: dict[str, Any], backend: str, where: str) -> Any:
+def outcome(name: str, arguments: dict[str, Any], backend: Backend, where: str) -> Any:
     try:
         return call(name, arguments, backend)
     except (ValueError, TypeError) as error:
@@ -216,7 +217,8 @@ def test_nonsense(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in GOOD if not name.startswith("grouped")])
 def test_backends_of_nonsense(name: str) -> None:
-    for backend in ("nonsense", ""):
+    nonsense: tuple[Any, ...] = ("nonsense", "")
+    for backend in nonsense:
         with pytest.raises(ValueError, match=r"moeroute.* backend must be one of"):
             call(name, GOOD[name], backend)
 
@@ -245,7 +247,7 @@ def test_nonsense_in_triton_says_the_same() -> None:
 
 # ---------------------------------------------------------------------------- plans that were resized
 
-USES: dict[str, Callable[[moeroute.RoutingPlan, str], Any]] = {
+USES: dict[str, Callable[[moeroute.RoutingPlan, Backend], Any]] = {
     "spread": lambda plan, backend: moeroute.spread(TOKENS, plan, backend=backend),
     "spread, out": lambda plan, backend: moeroute.spread(TOKENS, plan, out=torch.zeros(R, H), backend=backend),
     "combine": lambda plan, backend: moeroute.combine(ROWS, plan, backend=backend),
@@ -276,7 +278,7 @@ def weights_of(plan: moeroute.RoutingPlan) -> Tensor:
 
 @pytest.mark.parametrize("size", (0, 1, 5, 7, 4096))
 @pytest.mark.parametrize("use", USES)
-def test_a_resized_plan_is_refused(use: str, size: int, backend: str) -> None:
+def test_a_resized_plan_is_refused(use: str, size: int, backend: Backend) -> None:
     for kind, fields in (
         ("ids", ("row_of_slot", "slot_of_row")),
         ("map", ("row_of_slot", "slot_of_row", "slot_offsets", "expert_of_slot")),

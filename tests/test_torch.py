@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numba
 import pytest
@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import moeroute
 from moeroute import dispatch
+from moeroute.dispatch import Backend
 from moeroute.nn import MoE
 from moeroute.testing import assert_same_bits
 from small_cases import present
@@ -98,7 +99,7 @@ def outcome(function: Callable[..., Tensor], *tensors: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 @pytest.mark.parametrize("dynamic", (False, True))
 @pytest.mark.parametrize("counted", (False, True), ids=("rows from the data", "rows given"))
-def test_compile_without_graph_break(backend: str, dynamic: bool, counted: bool) -> None:
+def test_compile_without_graph_break(backend: Backend, dynamic: bool, counted: bool) -> None:
     """B134: the second size is not that of the first."""
     torch._dynamo.reset()
 
@@ -482,7 +483,7 @@ def test_autocast_changes_nothing() -> None:
         assert (rows.grad.dtype, weights.grad.dtype) == (dtype, weights_dtype)
 
 
-def everything(backend: str, dtype: torch.dtype, weights_dtype: torch.dtype) -> Iterator[Tensor]:
+def everything(backend: Backend, dtype: torch.dtype, weights_dtype: torch.dtype) -> Iterator[Tensor]:
     """Every verb on a backend, with gradients of gradients, in rows and weights of these dtypes."""
 
     def random(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -541,7 +542,7 @@ HALVES = (torch.bfloat16, torch.float16)
     ids=str,
 )
 def test_backends_do_not_meet_autocast(
-    backend: str, dtypes: tuple[torch.dtype, torch.dtype], autocast: torch.dtype
+    backend: Backend, dtypes: tuple[torch.dtype, torch.dtype], autocast: torch.dtype
 ) -> None:
     expected = list(everything(backend, *dtypes))
     with torch.autocast("cpu", dtype=autocast):
@@ -714,7 +715,7 @@ def test_data_loader_workers() -> None:
 
 
 def test_the_reason_of_a_backend_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(dispatch.FILES, "mine", "mine")
+    monkeypatch.setitem(cast(dict[str, str], dispatch.FILES), "mine", "mine")
     assert dispatch.unavailable("mine") is None
     assert dispatch.unavailable("nobody") == "there is no backend of this name"
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import moeroute
 from moeroute import dispatch, verify
+from moeroute.dispatch import Backend
 from moeroute.testing import assert_same_bits
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -111,7 +112,7 @@ def fresh_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_reasons", {name: None for name in ("reference", "cpu")})
 
 
-def permute_on(backend: str) -> None:
+def permute_on(backend: Backend) -> None:
     plan = moeroute.plan_from_row_of_slot(torch.tensor([0, 1]), 2, 2, backend="reference")
     moeroute.permute(torch.ones(2, 3), plan, backend=backend)
 

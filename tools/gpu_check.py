@@ -44,6 +44,7 @@ from torch import Tensor
 
 import moeroute
 from moeroute import dispatch, verify
+from moeroute.dispatch import Backend
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 
 DEADLINE = 280.0  # seconds; later steps are left out, and said to be
@@ -69,7 +70,7 @@ class Setting:
         return {"T": 16, "E": 64, "K": 4} if self.rehearse else GATING_CASE
 
     @property
-    def measure(self) -> str:
+    def measure(self) -> Backend:
         """The backend that the device is compared with, on the CPU."""
         return "cpu" if dispatch.unavailable("cpu") is None else "reference"
 
@@ -104,7 +105,7 @@ class Route:
     tokens: Tensor
     topk: int
 
-    def plan(self, backend: str | None = "triton") -> tuple[moeroute.Gating, moeroute.RoutingPlan]:
+    def plan(self, backend: Backend | None = "triton") -> tuple[moeroute.Gating, moeroute.RoutingPlan]:
         num_tokens, num_experts = self.logits.shape
         gating = moeroute.gating_topk(self.logits, self.topk, score="sigmoid", scaling_factor=2.5, backend=backend)
         plan = moeroute.plan_from_expert_ids(
@@ -112,7 +113,7 @@ class Route:
         )
         return gating, plan
 
-    def __call__(self, backend: str | None = "triton") -> tuple[Tensor, ...]:
+    def __call__(self, backend: Backend | None = "triton") -> tuple[Tensor, ...]:
         gating, plan = self.plan(backend)
         rows = moeroute.permute(self.tokens, plan, backend=backend)
         output = moeroute.unpermute(rows, plan, gating.weights, backend=backend)

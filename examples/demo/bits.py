@@ -21,6 +21,7 @@ from torch import Tensor
 import moeroute
 from demo.data import load_corpus
 from moeroute import dispatch
+from moeroute.dispatch import Backend
 
 MOEROUTE, PLAIN = "moeroute", "plain PyTorch"
 
@@ -45,7 +46,7 @@ class Layer(NamedTuple):
         return torch.cat([F.silu(F.linear(row, self.experts[expert])) for row, expert in parts])
 
 
-def with_moeroute(layer: Layer, tokens: Tensor, backend: str | None = None) -> Tensor:
+def with_moeroute(layer: Layer, tokens: Tensor, backend: Backend | None = None) -> Tensor:
     gating = moeroute.gating_topk(layer.logits(tokens), layer.k, score="sigmoid", backend=backend)
     plan = moeroute.plan_from_expert_ids(gating.expert_ids, len(layer.experts), backend=backend)
     rows = moeroute.permute(tokens, plan, backend=backend)
@@ -116,13 +117,14 @@ def lines(tokens: int, width: int, experts: int, k: int, seed: int) -> Iterator[
     text = load_corpus().train[:tokens].long()
     x = torch.randn(256, width, generator=generator)[text] + 0.1 * torch.randn(tokens, width, generator=generator)
 
-    for name, what in (("cpu", "Numba"), ("reference", "reference"), ("triton", "Triton's interpreter")):
+    names: dict[Backend, str] = {"cpu": "Numba", "reference": "reference", "triton": "Triton's interpreter"}
+    for name, what in names.items():
         reason = dispatch.unavailable(name)
         if reason is not None:
             yield Line(MOEROUTE, what, None, None, reason)
             continue
 
-        def ours(part: Tensor, name: str = name) -> Tensor:
+        def ours(part: Tensor, name: Backend = name) -> Tensor:
             return with_moeroute(layer, part, name)
 
         yield Line(MOEROUTE, f"{what}, one thread", *compute(ours, x, 1))

@@ -100,9 +100,9 @@ def _info(chosen: argparse.Namespace) -> int:
         *((package, _version(package)) for package in ("torch", "numpy", "numba", "triton")),
         ("devices", ", ".join(_devices())),
     ]
-    for name in dispatch.NAMES:
-        reason = dispatch.unavailable(name)
-        rows.append((f"backend {name}", "available" if reason is None else f"not available: {reason}"))
+    for backend in dispatch.NAMES:
+        reason = dispatch.unavailable(backend)
+        rows.append((f"backend {backend}", "available" if reason is None else f"not available: {reason}"))
     rows.append(("threads", f"{torch.get_num_threads()} (torch.set_num_threads changes them)"))
     if dispatch.unavailable("cpu") is None:
         rows += _numba_rows(chosen.warm)

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -22,15 +22,16 @@ from torch.nn import Parameter
 
 from moeroute import check
 
-FILES = {"reference": "reference", "cpu": "on_numba", "triton": "on_triton"}
-NAMES = tuple(FILES)
+Backend = Literal["reference", "cpu", "triton"]
+FILES: dict[Backend, str] = {"reference": "reference", "cpu": "on_numba", "triton": "on_triton"}
+NAMES: tuple[Backend, ...] = get_args(Backend)
 ROOMS = ("gating", "planning", "maps", "indices", "rows", "weights", "quantization")  # of ops, along the data path
 OLDEST_TRITON = (3, 2)
 OLDEST_INTERPRETER = (3, 6)  # older ones write int64 into int32 tensors, beyond their ends
 OLDEST_CAPABILITY = (8, 0)  # the first with bfloat16
 
 _modules: dict[tuple[str, str], ModuleType] = {}
-_chosen: dict[tuple[str | None, torch.device, torch.dtype | None], str] = {}
+_chosen: dict[tuple[str | None, torch.device, torch.dtype | None], Backend] = {}
 _implementations: dict[tuple[str, str | None, torch.device, torch.dtype], ModuleType] = {}
 _transforms_active = torch._C._are_functorch_transforms_active
 _dispatch_depth = torch._C._len_torch_dispatch_stack
@@ -106,7 +107,7 @@ def _triton_refuses(device: torch.device) -> str | None:
 _reasons = {"reference": None, "cpu": _cpu_reason()}
 
 
-def choose(operator: str, backend: str | None, device: torch.device, dtype: torch.dtype | None = None) -> str:
+def choose(operator: str, backend: str | None, device: torch.device, dtype: torch.dtype | None = None) -> Backend:
     """The backend for tensors of this device and dtype; an explicit one that cannot serve them raises."""
     key = (backend, device, dtype)
     try:
@@ -118,7 +119,7 @@ def choose(operator: str, backend: str | None, device: torch.device, dtype: torc
     return found
 
 
-def _choose(operator: str, backend: str | None, device: torch.device, dtype: torch.dtype | None) -> str:
+def _choose(operator: str, backend: str | None, device: torch.device, dtype: torch.dtype | None) -> Backend:
     if backend is None:
         if dtype is torch.float64:
             return "reference"
@@ -140,7 +141,7 @@ def _choose(operator: str, backend: str | None, device: torch.device, dtype: tor
     return backend
 
 
-def module(room: str, name: str) -> ModuleType:
+def module(room: str, name: Backend) -> ModuleType:
     """The implementation `moeroute.ops.<room>.<file of the backend>`."""
     found = _modules.get((room, name))
     if found is None:

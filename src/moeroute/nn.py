@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moeroute import check, dispatch
+from moeroute.dispatch import Backend
 from moeroute.dtypes import FLOATS, LARGEST
 from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
 from moeroute.ops.experts import autocast_is_on, by_ends, check_sizes
@@ -213,7 +214,7 @@ class Router(nn.Module):
         eps: float = 1e-20,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        backend: str | None = None,
+        backend: Backend | None = None,
     ) -> None:
         super().__init__()
         _check_sizes("nn.Router", hidden_size=hidden_size, num_experts=num_experts)
@@ -279,7 +280,9 @@ class Router(nn.Module):
         bias = self.expert_bias is not None
         return f"{hidden_size}, {num_experts}, k={self.k}, score={self.score!r}, expert_bias={bias}"
 
-    def _choose(self, logits: Tensor, bias: Tensor | None, expert_ids: Tensor | None, backend: str | None) -> Gating:
+    def _choose(
+        self, logits: Tensor, bias: Tensor | None, expert_ids: Tensor | None, backend: Backend | None
+    ) -> Gating:
         return gating_topk(
             logits,
             self.k if expert_ids is None else expert_ids.shape[-1],
@@ -402,7 +405,7 @@ class MoE(nn.Module):
         shared_expert: nn.Module | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        backend: str | None = None,
+        backend: Backend | None = None,
     ) -> None:
         super().__init__()
         if capacity_factor is not None:

@@ -3,13 +3,16 @@
 from torch import Tensor
 
 from moeroute import check, dispatch
+from moeroute.dispatch import Backend
 from moeroute.ops import layout
 from moeroute.ops.rows.op import combine_checked, spread_checked, spread_dots
 from moeroute.ops.weights.op import slots_of_weights, take, weights_of_slots, weights_shape
 from moeroute.plan import RoutingPlan, expect_plan
 
 
-def permute(tokens: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+def permute(
+    tokens: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: Backend | None = None
+) -> Tensor:
     """Token copies in expert order, [R, H]: expert by expert, inside an expert in the order of the slots.
 
     Differentiable to any order in the tokens and the weights.
@@ -48,7 +51,9 @@ def permute(tokens: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *,
     return spread_checked("permute", tokens, plan, weights, None, backend)
 
 
-def unpermute(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: str | None = None) -> Tensor:
+def unpermute(
+    rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *, backend: Backend | None = None
+) -> Tensor:
     """Sum the experts' rows of each token, [T, H]: the weighted sum, or the plain one without weights.
 
     The sum is computed in float32 in slot order and rounded once. A slot without a row and a slot of weight 0 add
@@ -87,7 +92,7 @@ def unpermute(rows: Tensor, plan: RoutingPlan, weights: Tensor | None = None, *,
 
 
 def _verb_weights(
-    operator: str, name: str, rows: Tensor, weights: Tensor, plan: RoutingPlan, backend: str | None
+    operator: str, name: str, rows: Tensor, weights: Tensor, plan: RoutingPlan, backend: Backend | None
 ) -> Tensor:
     """Checked and one a slot; [T, K] is that already, whatever its shape."""
     weights = layout.weights_beside(rows, weights)
@@ -102,7 +107,7 @@ def permute_backward(
     weights: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """The gradient of `permute` in the tokens, [T, H], for callers with an autograd of their own.
 
@@ -146,7 +151,7 @@ def unpermute_backward(
     *,
     accumulate: bool = True,
     out: tuple[Tensor, Tensor | None] | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of `unpermute` in the rows, [R, H], and in the weights (None without), in one pass.
 
@@ -222,7 +227,7 @@ def unpermute_backward(
 
 
 def permute_weights(
-    weights: Tensor, plan: RoutingPlan, *, out: Tensor | None = None, backend: str | None = None
+    weights: Tensor, plan: RoutingPlan, *, out: Tensor | None = None, backend: Backend | None = None
 ) -> Tensor:
     """The weight of every row, [R]: the weights in the order of the permuted rows.
 
@@ -269,7 +274,7 @@ def permute_weights_backward(
     num_experts: int | None = None,
     accumulate: bool = True,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """The gradient of `permute_weights`: [R] back to the shape of the weights; 0 for a slot without a row.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import moeroute
+from moeroute.dispatch import Backend
 
 # Largest error of one element and root mean square of all, relative to the largest exact value's
 # magnitude: a few units in the last place of the result's dtype.
@@ -116,7 +117,7 @@ class Problem:
     the memory is not the limit. `compare(ours, composition)` raises.
     """
 
-    ours: Callable[[str | None], Any]
+    ours: Callable[[Backend | None], Any]
     composition: Callable[[], Any]
     compare: Callable[[Any, Any], None]
     bytes: int
@@ -285,7 +286,7 @@ def _gating_training(case: Case, seed: int) -> Problem:
     grad = torch.randn(i["logits"].shape[0], topk, generator=torch.Generator().manual_seed(1))
     leaf = i["logits"].requires_grad_()
 
-    def ours(backend: str | None) -> Tensor:
+    def ours(backend: Backend | None) -> Tensor:
         gating = moeroute.gating_topk(
             leaf,
             topk,
@@ -388,7 +389,7 @@ def _one_token(case: Case, seed: int) -> Problem:
     tokens = i["tokens"]
     index = torch.zeros(topk * tokens.shape[0], dtype=torch.int64)
 
-    def ours(backend: str | None) -> Tensor:
+    def ours(backend: Backend | None) -> Tensor:
         weights, ids, _ = moeroute.gating_topk(logits, topk, backend=backend)
         plan = moeroute.plan_from_expert_ids(ids, num_experts, backend=backend)
         rows = moeroute.permute(tokens, plan, backend=backend)

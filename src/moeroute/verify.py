@@ -16,11 +16,12 @@ from torch import Tensor
 
 import moeroute
 from moeroute import dispatch
+from moeroute.dispatch import Backend
 from moeroute.testing import assert_same_bits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CPU = torch.device("cpu")
-Run = Callable[[str | None, torch.device], Any]
+Run = Callable[[Backend | None, torch.device], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ def to(value: Any, device: torch.device | str) -> Any:
 def _check(name: str, function: Callable[..., Any], *arguments: Any, **options: Any) -> Check:
     """The function on the device's copies of its arguments."""
 
-    def run(backend: str | None, device: torch.device) -> Any:
+    def run(backend: Backend | None, device: torch.device) -> Any:
         found = function(*to(arguments, device), **to(options, device), backend=backend)
         return to(found, "cpu")
 
@@ -111,7 +112,7 @@ def _gradient_check(name: str, logits: Tensor, ids: Tensor, mode: dict[str, Any]
     }
     scaling = mode.get("scaling_factor", 1.0)
 
-    def run(backend: str | None, device: torch.device) -> Any:
+    def run(backend: Backend | None, device: torch.device) -> Any:
         leaf = logits.to(device).requires_grad_()
         given = ids.to(device)
         found = moeroute.gating_topk(leaf, ids.shape[1], **mode, expert_ids=given, backend=backend)
@@ -326,7 +327,7 @@ def checks(seed: int = 0) -> Iterator[Check]:
     yield from row_checks(9, 5, 2, 2048, seed)
 
 
-def can_run(backend: str, device: torch.device) -> bool:
+def can_run(backend: Backend, device: torch.device) -> bool:
     """Whether there is something to compare: the reference on the CPU is the measure."""
     if backend == "reference" and device.type == "cpu":
         return False
@@ -359,7 +360,7 @@ def subnormals_kept() -> Iterator[None]:
 
 
 def run(
-    places: Sequence[tuple[str, torch.device]], only: str = "", seed: int = 0, part: tuple[int, int] = (0, 1)
+    places: Sequence[tuple[Backend, torch.device]], only: str = "", seed: int = 0, part: tuple[int, int] = (0, 1)
 ) -> tuple[int, list[str]]:
     """How many checks (whose name contains `only`) were made on each backend and device, and what differed.
 

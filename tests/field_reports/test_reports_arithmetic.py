@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import moeroute
+from moeroute.dispatch import Backend
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 from small_cases import leaf, plan_of, whole_numbers
 
@@ -12,7 +13,7 @@ from small_cases import leaf, plan_of, whole_numbers
 
 
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
-def test_b07_the_gradient_sums_the_rows_of_a_token(backend: str, dtype: torch.dtype) -> None:
+def test_b07_the_gradient_sums_the_rows_of_a_token(backend: Backend, dtype: torch.dtype) -> None:
     """Gradients were far off, in float32 as in bfloat16: another order of slots, not rounding."""
     if dtype is torch.float64:
         backend = "reference"
@@ -30,7 +31,7 @@ def test_b07_the_gradient_sums_the_rows_of_a_token(backend: str, dtype: torch.dt
         assert_close_to_exact(total, eight.double().sum(0, keepdim=True))
 
 
-def test_b38_eight_equal_experts_are_one(backend: str) -> None:
+def test_b38_eight_equal_experts_are_one(backend: Backend) -> None:
     """Summed in the low precision, equal experts did not equal the dense layer."""
     tokens = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     plan = plan_of([list(range(8))] * 16, 8, backend=backend)
@@ -38,7 +39,7 @@ def test_b38_eight_equal_experts_are_one(backend: str) -> None:
     assert_same_bits(moeroute.unpermute(rows, plan, torch.full((16, 8), 0.125), backend=backend), tokens)
 
 
-def test_b58_weights_are_applied_once(backend: str) -> None:
+def test_b58_weights_are_applied_once(backend: Backend) -> None:
     """Of two ways to combine, one weighs the rows itself: results were weighted twice or never."""
     plan = plan_of([[0, 1]], 2, backend=backend)
     results = []
@@ -56,7 +57,7 @@ def test_b58_weights_are_applied_once(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
-def test_b94_three_ways_through_the_experts(backend: str, dtype: torch.dtype) -> None:
+def test_b94_three_ways_through_the_experts(backend: Backend, dtype: torch.dtype) -> None:
     """Two dispatchers gave different losses, and nobody compared them."""
     if dtype is torch.float64:
         backend = "reference"
@@ -93,7 +94,7 @@ def test_b94_three_ways_through_the_experts(backend: str, dtype: torch.dtype) ->
             torch.testing.assert_close(got, wanted, rtol=exact, atol=exact * float(wanted.abs().max()))
 
 
-def test_b113_small_values_are_compared_as_strictly_as_large_ones(subtests: pytest.Subtests, backend: str) -> None:
+def test_b113_small_values_are_compared_as_strictly_as_large_ones(subtests: pytest.Subtests, backend: Backend) -> None:
     """With values of 1e-5 and a tolerance of 1e-2 a wrong kernel passed."""
     tokens = (torch.arange(40)[:, None] * 128 + torch.arange(128)) % 251
     plan = moeroute.plan_from_expert_ids(torch.arange(120).reshape(40, 3) * 7 % 11, 11, backend=backend)
@@ -112,7 +113,7 @@ def test_b113_small_values_are_compared_as_strictly_as_large_ones(subtests: pyte
             assert bool((error <= 3 * 2.0**-23 * terms.abs().sum(1)).all())
 
 
-def test_b140_no_weights_does_not_mean_one_expert(backend: str) -> None:
+def test_b140_no_weights_does_not_mean_one_expert(backend: Backend) -> None:
     """Without weights the number of experts per token was taken to be 1, and four rows came back."""
     rows = torch.tensor([[1.0], [2.0], [4.0], [8.0]])  # e0: t0, t1; e1: t0, t1
     plan = moeroute.plan_from_row_of_slot(torch.tensor([0, 2, 1, 3]), 2, 4, backend=backend)
@@ -123,7 +124,7 @@ def test_b140_no_weights_does_not_mean_one_expert(backend: str) -> None:
         moeroute.plan_from_row_of_slot(torch.tensor([0, 2, 1, 3]))  # type: ignore[call-arg]
 
 
-def test_b142_the_gradient_of_permute_fifty_times(backend: str) -> None:
+def test_b142_the_gradient_of_permute_fifty_times(backend: Backend) -> None:
     """Atomic additions came in another order each time."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.rand(512, 16, generator=generator).topk(8).indices
@@ -134,7 +135,7 @@ def test_b142_the_gradient_of_permute_fifty_times(backend: str) -> None:
         assert_same_bits(moeroute.permute_backward(grad, plan, backend=backend), first)
 
 
-def test_b157_weights_keep_their_precision_beside_bfloat16_rows(backend: str) -> None:
+def test_b157_weights_keep_their_precision_beside_bfloat16_rows(backend: Backend) -> None:
     """The weights were narrowed to the rows' dtype before they were used."""
     plan = plan_of([[0, 1]], 2, backend=backend)
     rows = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16)
@@ -145,7 +146,7 @@ def test_b157_weights_keep_their_precision_beside_bfloat16_rows(backend: str) ->
 # ---------------------------------------------------------------------------- gradients
 
 
-def test_b46_an_expanded_gradient(backend: str) -> None:
+def test_b46_an_expanded_gradient(backend: Backend) -> None:
     """sum() hands back one element of stride 0, and the kernel read on behind it."""
     plan = plan_of([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0], [2, 1]], 3, backend=backend)
     data, share = whole_numbers(12, 8, seed=0), torch.rand(6, 2, generator=torch.Generator().manual_seed(0))
@@ -162,7 +163,7 @@ def test_b46_an_expanded_gradient(backend: str) -> None:
     assert_same_bits(results[0][0], of_row[:, None].expand(12, 8).contiguous())
 
 
-def test_b49_the_gradient_of_the_weights_is_there(backend: str) -> None:
+def test_b49_the_gradient_of_the_weights_is_there(backend: Backend) -> None:
     """It was None, and a loose tolerance let it pass."""
     plan = plan_of([[0, 1], [0, 1]], 2, backend=backend)  # rows: y00, y10, y01, y11
     rows = torch.tensor([[1.0, 0, 0], [0, 0, 3.0], [0, 2.0, 0], [1.0, 1.0, 1.0]], requires_grad=True)
@@ -185,7 +186,7 @@ def test_b50_second_derivatives_with_a_weight_of_zero() -> None:
     torch.autograd.gradgradcheck(loss, (tokens, weights))
 
 
-def test_b50_the_gradient_of_a_zero_weight(backend: str) -> None:
+def test_b50_the_gradient_of_a_zero_weight(backend: Backend) -> None:
     plan = plan_of([[0, 1]], 2, backend=backend)
     rows, weights = leaf([[3.0, 4.0], [5.0, 6.0]]), leaf([[1.0, 0.0]])
     moeroute.unpermute(rows, plan, weights, backend=backend).backward(torch.tensor([[1.0, 10.0]]))
@@ -193,7 +194,7 @@ def test_b50_the_gradient_of_a_zero_weight(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
-def test_b155_the_derivative_of_a_gradient(backend: str, dtype: torch.dtype) -> None:
+def test_b155_the_derivative_of_a_gradient(backend: Backend, dtype: torch.dtype) -> None:
     """Kept intermediates made the second derivative silently wrong."""
     if dtype is torch.float64:
         backend = "reference"
@@ -209,7 +210,7 @@ def test_b155_the_derivative_of_a_gradient(backend: str, dtype: torch.dtype) -> 
     assert_same_bits(second, (of_slot * seed[:, None]).sum(-1))
 
 
-def test_b64_b67_autocast_is_left_to_the_caller(backend: str) -> None:
+def test_b64_b67_autocast_is_left_to_the_caller(backend: Backend) -> None:
     """Under autocast float32 met bfloat16, or the scores were narrowed."""
     ids = [[0, 1], [1, 2], [2, 3], [3, 0], [0, 2], [1, 3]]
     tokens = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 import moeroute
+from moeroute.dispatch import Backend
 from moeroute.nn import grouped_linear
 from moeroute.testing import assert_same_bits
 from small_cases import plan_of, whole_numbers
 
 
 def exchange(
-    sent: list[Tensor], counts: Tensor, experts_per_rank: int, backend: str
+    sent: list[Tensor], counts: Tensor, experts_per_rank: int, backend: Backend
 ) -> Iterator[tuple[Tensor, moeroute.RoutingPlan]]:
     """For each rank what all the others send it, rank by rank, and the plan that groups it by expert.
 
@@ -28,7 +29,7 @@ def exchange(
         yield received, moeroute.plan_from_segments(lengths, received.shape[0], backend=backend)
 
 
-def test_b23_what_is_sent_is_what_is_received(backend: str) -> None:
+def test_b23_what_is_sent_is_what_is_received(backend: Backend) -> None:
     """Each rank took a capacity from its own counts, and the exchange waited for rows that never came."""
     ids = [[[0], [0], [0]], [[0], [1], [2], [3]]]
     plans = [plan_of(i, 4, backend=backend) for i in ids]
@@ -46,7 +47,7 @@ def test_b23_what_is_sent_is_what_is_received(backend: str) -> None:
 
 
 @pytest.mark.parametrize("ids", [[[0, 2], [3, 1], [0, 1]], [[0, 2], [3, 0], [1, 1]]], ids=["B35", "B133"])
-def test_b35_b133_the_ranks_partial_outputs_add_up(backend: str, ids: list[list[int]]) -> None:
+def test_b35_b133_the_ranks_partial_outputs_add_up(backend: Backend, ids: list[list[int]]) -> None:
     """Experts of other ranks were taken for expert 0, or their rows for valid ones."""
     tokens = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
     weights = torch.rand(3, 2, generator=torch.Generator().manual_seed(1))
@@ -67,7 +68,7 @@ def test_b35_b133_the_ranks_partial_outputs_add_up(backend: str, ids: list[list[
     assert_same_bits(parts[0] + parts[1], output(None))  # two terms a token: no other order
 
 
-def test_b55_b92_b128_nothing_is_scaled_by_the_number_of_ranks(backend: str) -> None:
+def test_b55_b92_b128_nothing_is_scaled_by_the_number_of_ranks(backend: Backend) -> None:
     """Gradients of experts were as many times too large as there were ranks."""
     ranks, num_experts, per_rank, hidden = 2, 4, 2, 3
     ids = [[[0, 3], [1, 2], [3, 3], [-1, 0]], [[2, 1], [0, 2], [1, -1]]]
@@ -112,7 +113,7 @@ def test_b55_b92_b128_nothing_is_scaled_by_the_number_of_ranks(backend: str) -> 
     assert_same_bits([a + 0.0 for a in actual if a is not None], [e + 0.0 for e in expected if e is not None])
 
 
-def test_b161_the_smaller_rank_is_padded_to_the_common_capacity(subtests: pytest.Subtests, backend: str) -> None:
+def test_b161_the_smaller_rank_is_padded_to_the_common_capacity(subtests: pytest.Subtests, backend: Backend) -> None:
     """Ranks with different numbers of tokens had different capacities, and hung."""
     assert [moeroute.capacity_from_factor(t, 1, 2, 1) for t in (5, 3)] == [3, 2]
     for ids in ([[0], [0], [0], [0], [1]], [[1], [0], [1]]):
@@ -128,7 +129,7 @@ def test_b161_the_smaller_rank_is_padded_to_the_common_capacity(subtests: pytest
             )
 
 
-def test_b163_the_ranks_gradients_add_up_in_dirty_memory(backend: str) -> None:
+def test_b163_the_ranks_gradients_add_up_in_dirty_memory(backend: Backend) -> None:
     """NaN from reused memory came in at the second step, and the sum over the ranks was missing."""
     ids = [[0, 1], [1, 0]]
     start, share, seed = (

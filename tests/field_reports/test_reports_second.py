@@ -16,6 +16,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import moeroute
+from moeroute.dispatch import Backend
 from moeroute.nn import MoE
 from moeroute.ops.gating.op import Score
 from moeroute.testing import assert_same_bits
@@ -40,7 +41,7 @@ def some_input(tokens: int = 6) -> Tensor:
 @pytest.mark.parametrize("given", (False, True), ids=("chosen", "given"))
 @pytest.mark.parametrize("renormalize", (False, True), ids=("plain", "renormalised"))
 @pytest.mark.parametrize("value", (-17.0, -100.0, -110.0, -200.0, -1e4, -INF, 88.8, 1e4))
-def test_n14_sqrtsoftplus_of_extreme_logits(backend: str, value: float, renormalize: bool, given: bool) -> None:
+def test_n14_sqrtsoftplus_of_extreme_logits(backend: Backend, value: float, renormalize: bool, given: bool) -> None:
     """Small scores were lost, large ones overflowed, and a sum of zeros was divided by."""
     logits = torch.full((1, 4), value, requires_grad=True)
     ids = torch.tensor([[2, 3]]) if given else None
@@ -59,7 +60,7 @@ def test_n14_sqrtsoftplus_of_extreme_logits(backend: str, value: float, renormal
 
 
 @pytest.mark.parametrize("score", ("softmax", "topk_softmax", "sigmoid", "sqrtsoftplus"))
-def test_n38_rows_masked_with_minus_infinity(backend: str, score: Score) -> None:
+def test_n38_rows_masked_with_minus_infinity(backend: Backend, score: Score) -> None:
     """A row without a finite logit, and one with a single one."""
     logits = torch.tensor([[-INF] * 5, [-INF, -INF, 1.0, -INF, -INF]], requires_grad=True)
     found = moeroute.gating_topk(logits, 3, score=score, renormalize=False, backend=backend)
@@ -79,7 +80,7 @@ def test_n38_rows_masked_with_minus_infinity(backend: str, score: Score) -> None
     assert bool(grad[1].isfinite().all())
 
 
-def test_n20_a_bias_shorter_than_the_logits_is_refused(backend: str) -> None:
+def test_n20_a_bias_shorter_than_the_logits_is_refused(backend: Backend) -> None:
     """The missing experts were biased with what lay behind."""
     with pytest.raises(ValueError, match=r"gating_topk: bias must be \[E\] with E = 6, as logits; got shape \[4\]"):
         moeroute.gating_topk(torch.zeros(2, 6), 2, bias=torch.zeros(4), backend=backend)
@@ -113,7 +114,7 @@ def test_n35_a_common_drift_of_the_bias_selects_nothing_else() -> None:
 # ---------------------------------------------------------------------------- slots
 
 
-def test_n16_255_is_an_expert_or_an_empty_slot(backend: str) -> None:
+def test_n16_255_is_an_expert_or_an_empty_slot(backend: Backend) -> None:
     """-1 in uint8 is 255: an id with 256 experts, out of range with 200."""
     ids = torch.tensor([[255, 3], [0, 255]], dtype=torch.uint8)
     counts = present(moeroute.plan_from_expert_ids(ids, 256, backend=backend).tokens_per_expert)
@@ -124,7 +125,7 @@ def test_n16_255_is_an_expert_or_an_empty_slot(backend: str) -> None:
         moeroute.plan_from_expert_ids(ids, 200, check=True, backend=backend)
 
 
-def test_n17_padding_rows_of_a_replay(backend: str) -> None:
+def test_n17_padding_rows_of_a_replay(backend: Backend) -> None:
     """Padding came as expert 0 twice, or as -1 throughout, and took rows or gave NaN."""
     ids = torch.tensor([[3, 1], [0, 0], [-1, -1], [2, 2]])
     logits = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -143,7 +144,7 @@ def test_n17_padding_rows_of_a_replay(backend: str) -> None:
     assert not present(logits.grad)[2].any()
 
 
-def test_n19_experts_that_compute_nothing(subtests: pytest.Subtests, backend: str) -> None:
+def test_n19_experts_that_compute_nothing(subtests: pytest.Subtests, backend: Backend) -> None:
     """Ids 4 and 5 are identities: they get no row, and their weights go to the token itself."""
     ids = torch.tensor([[0, 4, 5], [2, 1, 4], [5, 4, 3], [3, 0, 2]])
     start, share = whole_numbers(4, 3, seed=0), torch.tensor([[0.5, 0.25, 1.0]] * 4)
@@ -207,7 +208,7 @@ def reloaded(value: Any) -> Any:
     (copy.copy, copy.deepcopy, dataclasses.replace, lambda plan: pickle.loads(pickle.dumps(plan)), reloaded),
     ids=("copy", "deepcopy", "replace", "pickle", "torch.save"),
 )
-def test_n22_a_plan_survives_copying(backend: str, copied: Callable[[Any], Any]) -> None:
+def test_n22_a_plan_survives_copying(backend: Backend, copied: Callable[[Any], Any]) -> None:
     plan = plan_of([[2, 0], [-1, 1], [2, 2]], 3, align=4, backend=backend)
     twin = copied(plan)
     assert fields_of(twin) == fields_of(plan)
@@ -314,7 +315,7 @@ def test_n32_the_output_may_be_changed_in_place() -> None:
 
 
 @pytest.mark.parametrize("what", ("rows", "plan"))
-def test_n32_what_backward_needs_may_not(backend: str, what: str) -> None:
+def test_n32_what_backward_needs_may_not(backend: Backend, what: str) -> None:
     plan = plan_of([[0, 1], [1, 0]], 2, backend=backend)
     rows, weights = leaf([[1.0], [2.0], [3.0], [4.0]]), leaf([[0.5, 0.5], [0.5, 0.5]])
     output = moeroute.unpermute(rows, plan, weights, backend=backend)

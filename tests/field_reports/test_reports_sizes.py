@@ -15,6 +15,7 @@ from torch import Tensor
 import moeroute
 from case_ids import spelled
 from moeroute import dispatch, memory
+from moeroute.dispatch import Backend
 from moeroute.testing import assert_same_bits
 from pages import guarded, mapped
 from small_cases import plan_of, whole_numbers
@@ -46,7 +47,7 @@ def test_b05_rows_far_behind_two_billion_elements() -> None:
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
 def test_b05_every_row_operator_reads_and_writes_there(
-    subtests: pytest.Subtests, backend: str, dtype: torch.dtype
+    subtests: pytest.Subtests, backend: Backend, dtype: torch.dtype
 ) -> None:
     """The same products of row number and stride with four rows, 2^30 elements apart."""
     hidden, step = 70, 2**30 + 64
@@ -75,7 +76,9 @@ def test_b05_every_row_operator_reads_and_writes_there(
 
 @pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="guard pages need mprotect")
 @pytest.mark.parametrize("hidden", (1, 3, 63, 64, 65, 257))
-def test_b52_nothing_behind_the_last_element_is_touched(subtests: pytest.Subtests, backend: str, hidden: int) -> None:
+def test_b52_nothing_behind_the_last_element_is_touched(
+    subtests: pytest.Subtests, backend: Backend, hidden: int
+) -> None:
     """Weights of the wrong length were read beyond their end. Every tensor here ends at a forbidden page."""
     generator = torch.Generator().manual_seed(hidden)
     made = plan_of([[2, 0, -1], [1, 0, 2], [0, 2, 1]], 3)
@@ -140,7 +143,7 @@ def test_b52_a_map_of_more_than_two_billion_entries() -> None:
     assert plan.row_of_slot.tolist() == [1, 3, 2, 0, 4]
 
 
-def test_b160_a_million_tokens(backend: str) -> None:
+def test_b160_a_million_tokens(backend: Backend) -> None:
     """A sort was written for no more than 64 thousand."""
     num_tokens = 2**17 + 1 if backend == "triton" else 2**20 + 1  # each block of which the interpreter takes in turn
     ids = (torch.arange(num_tokens) * 7919 % 256).to(torch.int32)
@@ -198,7 +201,7 @@ def test_b70_no_second_copy_of_the_rows() -> None:
 # ---------------------------------------------------------------------------- backends
 
 
-def test_b97_no_call_leaks_to_another_backend(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_b97_no_call_leaks_to_another_backend(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fallback was chosen, and one path still called what the device cannot do."""
 
     def refuse(*arguments: Any, **options: Any) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import moeroute
 from moeroute import memory
+from moeroute.dispatch import Backend
 from moeroute.nn import grouped_linear
 from moeroute.testing import assert_same_bits
 from small_cases import leaf, plan_of, whole_numbers
@@ -15,7 +16,7 @@ from small_cases import leaf, plan_of, whole_numbers
 # ---------------------------------------------------------------------------- slots without an expert
 
 
-def test_b02_minus_one_among_the_experts(backend: str) -> None:
+def test_b02_minus_one_among_the_experts(backend: Backend) -> None:
     """-1 was sorted as the smallest number, and what came first was taken for real tokens."""
     plan = plan_of([[2, -1], [-1, 0], [3, 2]], 4, backend=backend)
     tokens, weights = leaf([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]]), torch.ones(3, 2, requires_grad=True)
@@ -34,7 +35,7 @@ def test_b02_minus_one_among_the_experts(backend: str) -> None:
     assert_same_bits(tokens.grad, torch.tensor([[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]]))
 
 
-def test_b04_tokens_with_two_one_and_no_experts(backend: str) -> None:
+def test_b04_tokens_with_two_one_and_no_experts(backend: Backend) -> None:
     """The number of experts per token was read off the first one."""
     routing_map = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0]], dtype=torch.bool)
     plan = moeroute.plan_from_routing_map(routing_map, backend=backend)
@@ -43,7 +44,7 @@ def test_b04_tokens_with_two_one_and_no_experts(backend: str) -> None:
     assert_same_bits(moeroute.unpermute(rows, plan, backend=backend), torch.tensor([[20.0], [20.0], [0.0]]))
 
 
-def test_b25_dead_rows_of_nan(backend: str) -> None:
+def test_b25_dead_rows_of_nan(backend: Backend) -> None:
     """The tail of the buffer was never written, and 0 * NaN got into outputs and gradients."""
     plan = plan_of([[0, 1], [1, -1], [0, 1]], 2, num_rows=8, backend=backend)  # e0: t0, t2; e1: t0, t1, t2
     rows = torch.tensor([[1.0], [2.0], [4.0], [8.0], [16.0], *[[torch.nan]] * 3], requires_grad=True)
@@ -55,7 +56,7 @@ def test_b25_dead_rows_of_nan(backend: str) -> None:
     assert_same_bits(weights.grad, torch.tensor([[1.0, 4.0], [80.0, 0.0], [200.0, 1600.0]]))
 
 
-def test_b26_marked_slots_beside_rows_of_nan(backend: str) -> None:
+def test_b26_marked_slots_beside_rows_of_nan(backend: Backend) -> None:
     """The gradient of a slot's weight on another rank was <gradient, uninitialised row>."""
     plan = plan_of([[0, 2], [2, 1]], 2, num_rows=4, backend=backend)  # 2 marks an expert elsewhere
     rows = torch.tensor([[3.0, 1.0], [5.0, 1.0], [torch.nan] * 2, [torch.nan] * 2], requires_grad=True)
@@ -67,7 +68,7 @@ def test_b26_marked_slots_beside_rows_of_nan(backend: str) -> None:
     assert_same_bits(rows.grad, torch.tensor([[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]))
 
 
-def test_b29_ids_and_a_map_of_three_experts_of_five(backend: str) -> None:
+def test_b29_ids_and_a_map_of_three_experts_of_five(backend: Backend) -> None:
     """Only numbers of experts that are powers of two compiled; slots of -1 must get no gradient."""
     weights = leaf([[0.5, 0.3, 0.2], [0.4, 0.4, 0.2], [1.0, 1.0, 1.0]])
     plan = plan_of([[0, 4, -1], [2, 1, 3], [-1, -1, -1]], 5, backend=backend)
@@ -82,7 +83,7 @@ def test_b29_ids_and_a_map_of_three_experts_of_five(backend: str) -> None:
     assert_same_bits(dense.grad, (dense > 0).float())
 
 
-def test_b76_the_same_expert_twice(backend: str) -> None:
+def test_b76_the_same_expert_twice(backend: Backend) -> None:
     """Scattered into a table of tokens and experts, one of the two weights was lost."""
     tokens, weights = torch.tensor([[10.0]]), leaf([[0.6, 0.4]])
     plan = plan_of([[1, 1]], 3, backend=backend)
@@ -110,7 +111,7 @@ def test_b76_the_same_expert_twice(backend: str) -> None:
     assert_same_bits(dense.grad, torch.tensor([[0.0, 20.0, 0.0]]))
 
 
-def test_b115_tokens_without_a_row_in_recycled_memory(backend: str) -> None:
+def test_b115_tokens_without_a_row_in_recycled_memory(backend: Backend) -> None:
     """The result was left uninitialised where a token has nothing on this rank."""
     hidden = 2**17  # large enough for the pool
     for _ in range(3):  # blocks that held something else before
@@ -123,7 +124,7 @@ def test_b115_tokens_without_a_row_in_recycled_memory(backend: str) -> None:
     assert_same_bits(output, chosen.any(1)[:, None].float().expand(6, hidden).contiguous())
 
 
-def test_b124_the_tail_of_an_index_is_not_slot_zero(backend: str) -> None:
+def test_b124_the_tail_of_an_index_is_not_slot_zero(backend: Backend) -> None:
     """An unwritten tail of the index, full of zeros, overwrote the gradient of the first weight."""
     plan = plan_of([[0, 1], [1, 0], [1, 1], [0, 1]], 1, num_rows=8, backend=backend)
     rows = torch.tensor([[1.0], [2.0], [3.0], *[[torch.nan]] * 5], requires_grad=True)
@@ -133,7 +134,7 @@ def test_b124_the_tail_of_an_index_is_not_slot_zero(backend: str) -> None:
     assert_same_bits(weights.grad, torch.tensor([[10.0, 0.0], [0.0, 40.0], [0.0, 0.0], [120.0, 0.0]]))
 
 
-def test_b125_a_padded_token_gets_no_gradient(backend: str) -> None:
+def test_b125_a_padded_token_gets_no_gradient(backend: Backend) -> None:
     """-1 was used as the index of a histogram."""
     plan = plan_of([[-1, -1], [1, 0]], 2, backend=backend)
     tokens, weights = torch.ones(2, 3, requires_grad=True), torch.ones(2, 2, requires_grad=True)
@@ -146,7 +147,7 @@ def test_b125_a_padded_token_gets_no_gradient(backend: str) -> None:
 # ---------------------------------------------------------------------------- nothing to do
 
 
-def test_b14_no_tokens_and_a_backward(backend: str) -> None:
+def test_b14_no_tokens_and_a_backward(backend: Backend) -> None:
     """The branch for an empty input returned another number of gradients."""
 
     def step(num_tokens: int) -> list[Tensor]:
@@ -170,7 +171,7 @@ def test_b14_no_tokens_and_a_backward(backend: str) -> None:
     assert [(t.dtype, t.ndim, t.shape[1:]) for t in empty] == [(t.dtype, t.ndim, t.shape[1:]) for t in some]
 
 
-def test_b106_nothing_and_then_something(backend: str) -> None:
+def test_b106_nothing_and_then_something(backend: Backend) -> None:
     """A launch over an empty grid failed, and so did everything after it."""
     for num_tokens in (0, 4, 0, 4):
         logits = torch.arange(num_tokens * 3.0).reshape(num_tokens, 3)
@@ -203,7 +204,7 @@ def test_b110_only_the_expert_with_rows_gets_a_gradient(subtests: pytest.Subtest
 # ---------------------------------------------------------------------------- padding and plans
 
 
-def test_b53_a_plan_fits_its_own_rows_only(subtests: pytest.Subtests, backend: str) -> None:
+def test_b53_a_plan_fits_its_own_rows_only(subtests: pytest.Subtests, backend: Backend) -> None:
     """permute padded the experts' rows, unpermute took them for unpadded ones."""
     ids = [[0], [0], [0], [1], [1], [2], [2], [2], [2]]
     plans = {align: plan_of(ids, 3, align=align, backend=backend) for align in (1, 4, 16)}
@@ -220,7 +221,7 @@ def test_b53_a_plan_fits_its_own_rows_only(subtests: pytest.Subtests, backend: s
                         moeroute.unpermute(rows, wrong, backend=backend)
 
 
-def test_b127_padded_segments_in_bfloat16(backend: str) -> None:
+def test_b127_padded_segments_in_bfloat16(backend: Backend) -> None:
     """The padding was left out, and a matrix product refused the stride."""
     plan = plan_of([[0]] * 5 + [[2]] * 3, 3, align=16, backend=backend)
     assert plan.num_rows == 32
@@ -233,7 +234,7 @@ def test_b127_padded_segments_in_bfloat16(backend: str) -> None:
     assert_same_bits(moeroute.unpermute(rows, plan, backend=backend), tokens)
 
 
-def test_b83_counts_are_integers(backend: str) -> None:
+def test_b83_counts_are_integers(backend: Backend) -> None:
     """Counts came as the bits of floats: 1098907648 is 16.0."""
     plan = moeroute.plan_from_expert_ids(torch.arange(16).reshape(8, 2) % 4, 4, backend=backend)
     counts = plan.tokens_per_expert
@@ -242,7 +243,7 @@ def test_b83_counts_are_integers(backend: str) -> None:
     assert counts.tolist() == [4, 4, 4, 4]
 
 
-def test_b95_a_row_for_each_expert_of_a_received_token(backend: str) -> None:
+def test_b95_a_row_for_each_expert_of_a_received_token(backend: Backend) -> None:
     """What came from other ranks was not grouped by expert, and was taken as if it were."""
     routing_map = torch.tensor([[1, 1], [0, 1], [1, 0]], dtype=torch.bool)
     plan = moeroute.plan_from_routing_map(routing_map, backend=backend)

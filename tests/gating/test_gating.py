@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gating_by_hand import FLOATS, GROUPED, HALVES, INF, NAN, SCORES, by_hand, exact, random_logits
 from moeroute import dtypes, gating_topk, gating_topk_backward, look_up_expert_ids
+from moeroute.dispatch import Backend
 from moeroute.ops.gating import reference
 from moeroute.ops.gating.op import GroupScore, Score
 from moeroute.testing import assert_close_to_exact, assert_same_bits
@@ -21,7 +22,7 @@ GROUPS: list[dict[str, Any]] = [{}, *({**GROUPED, "group_score": how} for how in
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("groups", GROUPS, ids=["flat", "top2_sum", "max", "3", "8"])
 @pytest.mark.parametrize("biased", [False, True])
-def test_selection(backend: str, score: Score, groups: dict[str, Any], biased: bool) -> None:
+def test_selection(backend: Backend, score: Score, groups: dict[str, Any], biased: bool) -> None:
     logits = random_logits(40, 64)
     logits[20:] = logits[20:].round()  # ties
     logits[30:, ::7] = NAN
@@ -37,7 +38,7 @@ def test_selection(backend: str, score: Score, groups: dict[str, Any], biased: b
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.float64])
 def test_float64_mathematics(
-    subtests: pytest.Subtests, backend: str, score: Score, renormalize: bool, dtype: torch.dtype
+    subtests: pytest.Subtests, backend: Backend, score: Score, renormalize: bool, dtype: torch.dtype
 ) -> None:
     if dtype is torch.float64:
         backend = "reference"  # its alone
@@ -114,7 +115,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=200)
 @given(case=cases(), with_scores=st.booleans(), out_dtype=st.sampled_from(FLOATS), names=BACKENDS)
-def test_same_bits(case: dict[str, Any], with_scores: bool, out_dtype: torch.dtype, names: tuple[str, ...]) -> None:
+def test_same_bits(case: dict[str, Any], with_scores: bool, out_dtype: torch.dtype, names: tuple[Backend, ...]) -> None:
     expected = gating_topk(**case, backend="reference")
     for name in names[1:]:
         actual = gating_topk(**case, backend=name)
@@ -173,7 +174,7 @@ def units(value: Tensor, true: Tensor) -> float:
     return float(((value.double() - true).abs() / torch.exp2(exponent.double() - 24)).max())
 
 
-def scores_of(x: Tensor, score: Score, backend: str) -> Tensor:
+def scores_of(x: Tensor, score: Score, backend: Backend) -> Tensor:
     return gating_topk(x[None], 1, score=score, backend=backend).scores[0]
 
 
@@ -185,7 +186,7 @@ def test_exp() -> None:
     assert float(reference.exp(torch.tensor([-103.0]))) > 0  # subnormal, not flushed
 
 
-def test_worst_errors(backend: str) -> None:
+def test_worst_errors(backend: Backend) -> None:
     x = torch.cat((torch.linspace(-87.0, 87.0, 200_001), torch.linspace(-3.0, 3.0, 100_000)))
     assert units(scores_of(x, "sigmoid", backend), torch.sigmoid(x.double())) < 2.3
     true = torch.nn.functional.softplus(x.double(), threshold=1000.0).sqrt()
@@ -204,7 +205,7 @@ def test_worst_errors(backend: str) -> None:
     assert_same_bits(slope, torch.tensor([[0.0], [0.0], [NAN]]))
 
 
-def test_infinite_logits(backend: str) -> None:
+def test_infinite_logits(backend: Backend) -> None:
     x = torch.tensor([INF, -INF, NAN])
     assert_same_bits(scores_of(x, "sigmoid", backend), torch.tensor([1.0, 0.0, NAN]))
     assert_same_bits(scores_of(x, "sqrtsoftplus", backend), torch.tensor([INF, 0.0, NAN]))
@@ -216,7 +217,7 @@ def test_infinite_logits(backend: str) -> None:
 # ---------------------------------------------------------------------------- the specification's numbers
 
 
-def test_backward_example(subtests: pytest.Subtests, backend: str) -> None:
+def test_backward_example(subtests: pytest.Subtests, backend: Backend) -> None:
     """aclnnMoeGatingTopKBackward: M = 4, N = 8, K = 2, scale 2.5, eps 1e-20."""
     scores = torch.tensor(
         [
@@ -246,7 +247,7 @@ def test_backward_example(subtests: pytest.Subtests, backend: str) -> None:
             torch.testing.assert_close(narrow.float(), expected, rtol=2e-2, atol=0.0)
 
 
-def test_softmax_example(backend: str) -> None:
+def test_softmax_example(backend: Backend) -> None:
     """aclnnMoeGatingTopKSoftmax."""
     logits = torch.tensor([[0.1, 1.1, 2.1, 3.1], [4.1, 5.1, 6.1, 7.1], [8.1, 9.1, 10.1, 11.1]])
     found = gating_topk(logits, 2, backend=backend)
@@ -254,7 +255,7 @@ def test_softmax_example(backend: str) -> None:
     torch.testing.assert_close(found.weights, torch.tensor([[0.643914, 0.236883]] * 3), rtol=0, atol=2e-6)
 
 
-def test_given_ids_example(backend: str) -> None:
+def test_given_ids_example(backend: Backend) -> None:
     """aclnnMoeGatingTopKV2: the experts of a token come from a table."""
     table = torch.tensor([[10, 42], [33, 127], [5, 88]], dtype=torch.int32)
     logits = random_logits(3, 256)
@@ -263,14 +264,14 @@ def test_given_ids_example(backend: str) -> None:
     assert_close_to_exact(found.weights, exact(logits, found.expert_ids, "softmax", True)[0])
 
 
-def test_topk_softmax_is_not_softmax_renormalised(backend: str) -> None:
+def test_topk_softmax_is_not_softmax_renormalised(backend: Backend) -> None:
     logits = torch.tensor([[0.0, -200.0, -150.0]])
     assert gating_topk(logits, 2, score="topk_softmax", backend=backend).expert_ids.tolist() == [[0, 2]]
     # In float32 the softmax of both small ones is 0: a tie.
     assert gating_topk(logits, 2, renormalize=True, backend=backend).expert_ids.tolist() == [[0, 1]]
 
 
-def test_topk_sigmoid_selects_on_the_logits(backend: str) -> None:
+def test_topk_sigmoid_selects_on_the_logits(backend: Backend) -> None:
     logits = torch.tensor([[20.0, 25.0, 30.0, 1.0]])  # in float32 the sigmoid of the first three is 1
     found = gating_topk(logits, 2, score="topk_sigmoid", backend=backend)
     assert found.expert_ids.tolist() == [[2, 1]]
@@ -282,7 +283,7 @@ def test_topk_sigmoid_selects_on_the_logits(backend: str) -> None:
     assert_close_to_exact(biased.weights, torch.tensor([[25.0, 1.0]]).double().sigmoid())
 
 
-def test_no_score_at_all(backend: str) -> None:
+def test_no_score_at_all(backend: Backend) -> None:
     logits = torch.tensor([[-3.0, 2.5, -INF, 4.0], [-0.0, 0.0, -1.0, NAN]], requires_grad=True)
     found = gating_topk(logits, 3, score="none", scaling_factor=2.0, backend=backend)
     assert found.expert_ids.tolist() == [[3, 1, 0], [3, 0, 1]]
@@ -291,7 +292,7 @@ def test_no_score_at_all(backend: str) -> None:
     assert grad.tolist() == [[6.0, 4.0, 0.0, 2.0], [10.0, 12.0, 0.0, 8.0]]
 
 
-def test_groups_by_the_sum_of_their_best(backend: str) -> None:
+def test_groups_by_the_sum_of_their_best(backend: Backend) -> None:
     """By 1, 2 and 3 of four values another group is the best."""
     logits = torch.tensor([[9.0, 0, 0, 0, 6.0, 6.0, 0, 0, 5.0, 5.0, 5.0, -9.0]])
     options: dict[str, Any] = {"score": "none", "num_groups": 3, "topk_groups": 1, "backend": backend}
@@ -300,7 +301,7 @@ def test_groups_by_the_sum_of_their_best(backend: str) -> None:
         assert gating_topk(logits, 1, group_score=group_score, **options).expert_ids.tolist() == [[best]]
 
 
-def test_many_experts_in_groups_by_the_sum_of_their_best(backend: str) -> None:
+def test_many_experts_in_groups_by_the_sum_of_their_best(backend: Backend) -> None:
     """Beyond what a tile of the Triton kernel holds: too many experts, too many groups."""
     for experts, groups in ((2112, 4), (72, 18)):
         logits = random_logits(3, experts).round(decimals=1)
@@ -309,7 +310,7 @@ def test_many_experts_in_groups_by_the_sum_of_their_best(backend: str) -> None:
         assert_same_bits(found.expert_ids, by_hand(logits, 4, **options))
 
 
-def test_one_expert_renormalised_has_the_constant_weight_1(backend: str) -> None:
+def test_one_expert_renormalised_has_the_constant_weight_1(backend: Backend) -> None:
     logits = torch.tensor([[1.0, -2.0]], requires_grad=True)
     found = gating_topk(logits, 1, score="sigmoid", backend=backend)
     assert found.weights.tolist() == [[1.0]]
@@ -318,14 +319,14 @@ def test_one_expert_renormalised_has_the_constant_weight_1(backend: str) -> None
     assert_close_to_exact(other.weights, torch.tensor([[1.0]]).double().sigmoid())
 
 
-def test_a_sum_of_nothing_without_eps_is_nan(backend: str) -> None:
+def test_a_sum_of_nothing_without_eps_is_nan(backend: Backend) -> None:
     logits = torch.full((1, 3), -200.0)  # whose sigmoid is 0
     assert gating_topk(logits, 2, score="sigmoid", backend=backend).weights.tolist() == [[0.0, 0.0]]
     weights = gating_topk(logits, 2, score="sigmoid", eps=0.0, backend=backend).weights
     assert_same_bits(weights, torch.full((1, 2), NAN))
 
 
-def test_a_bias_asks_for_no_gradient(backend: str) -> None:
+def test_a_bias_asks_for_no_gradient(backend: Backend) -> None:
     bias = torch.zeros(4, requires_grad=True)
     found = gating_topk(torch.ones(2, 4), 2, score="sigmoid", bias=bias, backend=backend)
     assert not found.weights.requires_grad
@@ -336,7 +337,7 @@ def test_a_bias_asks_for_no_gradient(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", dtypes.INTEGERS)
-def test_hash_routing(dtype: torch.dtype, backend: str) -> None:
+def test_hash_routing(dtype: torch.dtype, backend: Backend) -> None:
     table = torch.tensor([[3, 0], [1, 2], [0, 1]]).to(dtype)
     keys = torch.tensor([2, 0, 99, 1]).to(dtype)
     ids = look_up_expert_ids(keys, table)
@@ -368,7 +369,7 @@ def test_hash_routing_of_keys_out_of_range() -> None:
 # ---------------------------------------------------------------------------- replay
 
 
-def test_replay(backend: str) -> None:
+def test_replay(backend: Backend) -> None:
     logits = random_logits(5, 16).requires_grad_()
     first = gating_topk(logits, 4, score="sigmoid", bias=random_logits(16, seed=1), backend=backend)
     again = gating_topk(logits, 4, score="sigmoid", expert_ids=first.expert_ids, backend=backend)
@@ -378,7 +379,7 @@ def test_replay(backend: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", (torch.int64, torch.int16, torch.uint8, torch.uint64))
-def test_replay_of_ids_that_lie_column_by_column(dtype: torch.dtype, backend: str) -> None:
+def test_replay_of_ids_that_lie_column_by_column(dtype: torch.dtype, backend: Backend) -> None:
     logits = torch.tensor([[0.0, 1, 2, 3], [3, 2, 1, 0], [1, 1, 5, 1]])
     ids = torch.tensor([[3, 0, 2], [2, 1, 0]]).to(dtype).t()
     gating = gating_topk(logits, 2, score="sigmoid", renormalize=False, expert_ids=ids, backend=backend)
@@ -393,7 +394,7 @@ def test_replay_of_ids_that_lie_column_by_column(dtype: torch.dtype, backend: st
 
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_replay_with_invalid_and_repeated_ids(backend: str, score: Score, renormalize: bool) -> None:
+def test_replay_with_invalid_and_repeated_ids(backend: Backend, score: Score, renormalize: bool) -> None:
     ids = torch.tensor([[3, -1, 3, 8], [2**32 + 1, 0, -(2**40), 5], [-1, 8, 9, 100], [7, 7, 7, 7]])
     clean = torch.where((ids >= 0) & (ids < 8), ids, -1)
     logits = random_logits(4, 8).requires_grad_()
@@ -415,7 +416,7 @@ def test_replay_with_invalid_and_repeated_ids(backend: str, score: Score, renorm
 
 
 @pytest.mark.parametrize("dtype", dtypes.INTEGERS)
-def test_integer_dtypes_of_given_ids(backend: str, dtype: torch.dtype) -> None:
+def test_integer_dtypes_of_given_ids(backend: Backend, dtype: torch.dtype) -> None:
     """B131: an unsigned byte above 127 is no negative number."""
     experts = 100 if dtype is torch.int8 else 200
     logits = random_logits(2, experts)
@@ -427,7 +428,7 @@ def test_integer_dtypes_of_given_ids(backend: str, dtype: torch.dtype) -> None:
     assert grad[0].argmax() == experts - 70
 
 
-def test_more_slots_than_experts(backend: str) -> None:
+def test_more_slots_than_experts(backend: Backend) -> None:
     ids = torch.tensor([[0, 1, 1, 0, 1]])
     found = gating_topk(torch.tensor([[0.0, 0.0]]), 5, expert_ids=ids, renormalize=True, backend=backend)
     torch.testing.assert_close(found.weights, torch.full((1, 5), 0.2))

@@ -10,6 +10,7 @@ from torch import Tensor
 import moeroute
 from gating_by_hand import FLOATS, GROUPED, INF, NAN, SCORES, random_logits
 from moeroute import gating_topk, gating_topk_backward
+from moeroute.dispatch import Backend
 from moeroute.ops.gating.op import Score
 from moeroute.testing import assert_same_bits
 
@@ -17,7 +18,7 @@ from moeroute.testing import assert_same_bits
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_out(backend: str, dtype: torch.dtype) -> None:
+def test_out(backend: Backend, dtype: torch.dtype) -> None:
     logits = random_logits(5, 70, dtype=dtype)
     ids: Tensor | None = None
     whole = torch.full((5, 9), 7.0, dtype=dtype), torch.full((5, 9), 77).int(), torch.full((5, 100), 7.0)
@@ -39,7 +40,7 @@ def test_out(backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_no_tokens(backend: str, score: Score) -> None:
+def test_no_tokens(backend: Backend, score: Score) -> None:
     logits = torch.empty(0, 8, requires_grad=True)
     found = gating_topk(logits, 3, score=score, **{**GROUPED, "num_groups": 4}, backend=backend)
     assert [list(x.shape) for x in found] == [[0, 3], [0, 3], [0, 8]]
@@ -47,7 +48,7 @@ def test_no_tokens(backend: str, score: Score) -> None:
     assert grad.shape == (0, 8)
 
 
-def test_inputs_stay_as_they_are(backend: str) -> None:
+def test_inputs_stay_as_they_are(backend: Backend) -> None:
     logits, bias, ids = random_logits(3, 8), random_logits(8), torch.tensor([[1, 9]] * 3, dtype=torch.int32)
     copies = [x.clone() for x in (logits, bias, ids)]
     found = gating_topk(logits, 2, bias=bias, expert_ids=ids, backend=backend)

@@ -10,12 +10,13 @@ from torch.utils.checkpoint import checkpoint
 
 from gating_by_hand import FLOATS, INF, NAN, SCORES, by_hand, exact, random_logits
 from moeroute import gating_topk, gating_topk_backward
+from moeroute.dispatch import Backend
 from moeroute.ops.gating.op import Score
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 from pages import guarded
 
 
-def test_b08_masked_groups_never_win(subtests: pytest.Subtests, backend: str) -> None:
+def test_b08_masked_groups_never_win(subtests: pytest.Subtests, backend: Backend) -> None:
     target = torch.tensor([[0.5, 0.4, 0.3, 0.2]])
     logits = torch.log(target / (1 - target))
     bias = torch.tensor([-0.6, -0.6, -1.0, -1.0])
@@ -35,7 +36,7 @@ def test_b08_masked_groups_never_win(subtests: pytest.Subtests, backend: str) ->
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_b10_rows_of_nan_and_infinities(backend: str, score: Score) -> None:
+def test_b10_rows_of_nan_and_infinities(backend: Backend, score: Score) -> None:
     rows = torch.tensor([[NAN] * 5, [-INF] * 5, [INF] * 5, [NAN, 1.0, 2.0, 3.0, 4.0], [-INF, -INF, -INF, 0.0, -INF]])
     ids = gating_topk(rows, 3, score=score, backend=backend).expert_ids
     for row in ids.tolist():
@@ -46,7 +47,7 @@ def test_b10_rows_of_nan_and_infinities(backend: str, score: Score) -> None:
         assert ids[4].tolist() == [3, 0, 1]
 
 
-def test_b11_no_perturbation_breaks_ties(subtests: pytest.Subtests, backend: str) -> None:
+def test_b11_no_perturbation_breaks_ties(subtests: pytest.Subtests, backend: Backend) -> None:
     scores = torch.full((1, 8), 0.1)
     scores[0, 0], scores[0, 7] = 0.5, 0.5 + 6e-7
     assert gating_topk(scores, 1, score="topk_softmax", backend=backend).expert_ids.tolist() == [[7]]
@@ -56,7 +57,7 @@ def test_b11_no_perturbation_breaks_ties(subtests: pytest.Subtests, backend: str
             assert gating_topk(ties, 2, score=score, backend=backend).expert_ids.tolist() == [[0, 1]]
 
 
-def test_b13_softmax_before_and_after(backend: str) -> None:
+def test_b13_softmax_before_and_after(backend: Backend) -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]], requires_grad=True)
     before = gating_topk(logits, 2, backend=backend).weights
     after = gating_topk(logits, 2, score="topk_softmax", backend=backend).weights
@@ -72,7 +73,7 @@ def test_b13_softmax_before_and_after(backend: str) -> None:
     assert not grad.any()
 
 
-def test_b16_one_expert_before_softmax_still_learns(backend: str) -> None:
+def test_b16_one_expert_before_softmax_still_learns(backend: Backend) -> None:
     logits = torch.tensor([[1.0, 2.0, 0.5]], requires_grad=True)
     weights = gating_topk(logits, 1, backend=backend).weights
     torch.testing.assert_close(weights, torch.tensor([[0.62853]]), rtol=0, atol=1e-5)
@@ -81,7 +82,7 @@ def test_b16_one_expert_before_softmax_still_learns(backend: str) -> None:
     torch.testing.assert_close(grad, 3 * p[:, 1:2] * (torch.tensor([[0.0, 1.0, 0.0]]) - p))
 
 
-def test_b17_normalised_or_not(backend: str) -> None:
+def test_b17_normalised_or_not(backend: Backend) -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
     plain = gating_topk(logits, 2, backend=backend)
     normed = gating_topk(logits, 2, renormalize=True, backend=backend)
@@ -116,7 +117,7 @@ def test_b40_recomputation_chooses_the_same_experts(reentrant: bool) -> None:
         assert_same_bits(logits.grad, plain)
 
 
-def test_b43_b103_all_weights_underflow(backend: str) -> None:
+def test_b43_b103_all_weights_underflow(backend: Backend) -> None:
     logits = torch.full((1, 4), -200.0, requires_grad=True)
     bias = torch.tensor([1.0, 2.0, 0.0, 0.0])
     found = gating_topk(logits, 2, score="sigmoid", bias=bias, backend=backend)
@@ -126,7 +127,7 @@ def test_b43_b103_all_weights_underflow(backend: str) -> None:
     assert not grad.any()
 
 
-def test_b44_eps_beside_a_tiny_sum(backend: str) -> None:
+def test_b44_eps_beside_a_tiny_sum(backend: Backend) -> None:
     found = gating_topk(torch.full((1, 8), -50.0), 8, score="sigmoid", backend=backend)
     assert len(set(found.weights[0].tolist())) == 1
     assert abs(float(found.weights.sum()) - 0.1337) < 1e-4
@@ -135,7 +136,7 @@ def test_b44_eps_beside_a_tiny_sum(backend: str) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 5, 6, 7, 9, 10, 14, 17, 22, 33, 64])
-def test_b56_b148_any_k(backend: str, k: int) -> None:
+def test_b56_b148_any_k(backend: Backend, k: int) -> None:
     logits = random_logits(3, 64)
     found = gating_topk(logits, k, backend=backend)
     assert_same_bits(found.expert_ids, by_hand(found.scores, k))
@@ -146,7 +147,7 @@ def test_b56_b148_any_k(backend: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_b61_b62_ties(subtests: pytest.Subtests, backend: str, dtype: torch.dtype) -> None:
+def test_b61_b62_ties(subtests: pytest.Subtests, backend: Backend, dtype: torch.dtype) -> None:
     def chosen(values: list[float], k: int) -> list[int]:
         logits = torch.tensor([values], dtype=dtype)
         return list(gating_topk(logits, k, score="topk_softmax", backend=backend).expert_ids[0].tolist())
@@ -163,7 +164,7 @@ def test_b61_b62_ties(subtests: pytest.Subtests, backend: str, dtype: torch.dtyp
             assert_same_bits(gating_topk(logits, k, score="sigmoid", backend=backend).expert_ids, every[:, :k].clone())
 
 
-def test_b77_bias_keeps_its_precision(backend: str) -> None:
+def test_b77_bias_keeps_its_precision(backend: Backend) -> None:
     logits = torch.zeros(1, 2, dtype=torch.bfloat16)
     bias = torch.tensor([1.01, 1.011])
     assert gating_topk(logits, 1, score="sigmoid", bias=bias, backend=backend).expert_ids.tolist() == [[1]]
@@ -173,7 +174,7 @@ def test_b77_bias_keeps_its_precision(backend: str) -> None:
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_b101_scaling_once_and_always(subtests: pytest.Subtests, backend: str, score: Score) -> None:
+def test_b101_scaling_once_and_always(subtests: pytest.Subtests, backend: Backend, score: Score) -> None:
     target = torch.tensor([[0.5, 0.3, 0.2]])
     logits = (target.log() if score == "softmax" else torch.log(target / (1 - target))).requires_grad_()
     for renormalize, expected in ((False, [1.25, 0.75]), (True, [1.5625, 0.9375])):
@@ -189,14 +190,14 @@ def test_b101_scaling_once_and_always(subtests: pytest.Subtests, backend: str, s
 
 @pytest.mark.parametrize("score", ["softmax", "topk_softmax"])
 @pytest.mark.parametrize("bias", [None, torch.zeros(4)])
-def test_b104_groups_under_softmax(backend: str, score: Score, bias: Tensor | None) -> None:
+def test_b104_groups_under_softmax(backend: Backend, score: Score, bias: Tensor | None) -> None:
     logits = torch.tensor([[3.0, 0.0, 2.9, 2.8]])
     options: dict[str, Any] = {"score": score, "bias": bias, "num_groups": 2, "topk_groups": 1, "backend": backend}
     assert gating_topk(logits, 2, group_score="top2_sum", **options).expert_ids.tolist() == [[2, 3]]
     assert gating_topk(logits, 2, group_score="max", **options).expert_ids.tolist() == [[0, 1]]
 
 
-def test_b119_signs_of_nan(backend: str) -> None:
+def test_b119_signs_of_nan(backend: Backend) -> None:
     logits = torch.tensor([[NAN, INF, 3.0, -INF], [-NAN, 1.0, 2.0, NAN]])
     negative = torch.tensor([-0x400000], dtype=torch.int32).view(torch.float32)
     assert bool(negative.isnan() and negative.signbit())
@@ -207,14 +208,14 @@ def test_b119_signs_of_nan(backend: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [15, 16, 17, 33, 257])
-def test_b145_every_row_is_visited(backend: str, tokens: int) -> None:
+def test_b145_every_row_is_visited(backend: Backend, tokens: int) -> None:
     found = gating_topk(random_logits(tokens, 128), 8, backend=backend)
     assert bool((found.weights > 0).all())
     assert all(len(set(row)) == 8 for row in found.expert_ids.tolist())
 
 
 @pytest.mark.parametrize("experts", [1, 2, 63, 64, 65, 255, 256, 257, 512, 1024])
-def test_b146_sizes_around_the_blocks(subtests: pytest.Subtests, backend: str, experts: int) -> None:
+def test_b146_sizes_around_the_blocks(subtests: pytest.Subtests, backend: Backend, experts: int) -> None:
     logits = random_logits(1, experts)
     for score in SCORES:
         with subtests.test(score=score):
@@ -224,7 +225,7 @@ def test_b146_sizes_around_the_blocks(subtests: pytest.Subtests, backend: str, e
 
 
 @pytest.mark.parametrize("k", range(1, 8))
-def test_b149_small_k_in_groups(backend: str, k: int) -> None:
+def test_b149_small_k_in_groups(backend: Backend, k: int) -> None:
     found = gating_topk(random_logits(9, 32), k, num_groups=4, topk_groups=2, backend=backend)
     assert_same_bits(found.expert_ids, by_hand(found.scores, k, None, 4, 2))
     for row in found.expert_ids.tolist():
@@ -232,7 +233,7 @@ def test_b149_small_k_in_groups(backend: str, k: int) -> None:
         assert len({e // 8 for e in row}) <= 2
 
 
-def test_b151_offsets_beyond_int32(backend: str) -> None:
+def test_b151_offsets_beyond_int32(backend: Backend) -> None:
     """Rows 2^30 + 64 elements apart, in memory of which only three rows are ever touched."""
     step = 2**30 + 64
     try:
@@ -252,7 +253,9 @@ def test_b151_offsets_beyond_int32(backend: str) -> None:
 
 @pytest.mark.skipif(not hasattr(mmap, "MAP_PRIVATE"), reason="guard pages need mprotect")
 @pytest.mark.parametrize("experts", [*range(1, 18), 63, 64, 65, 130])
-def test_b152_nothing_is_read_or_written_beyond_the_end(subtests: pytest.Subtests, backend: str, experts: int) -> None:
+def test_b152_nothing_is_read_or_written_beyond_the_end(
+    subtests: pytest.Subtests, backend: Backend, experts: int
+) -> None:
     k = min(experts, 3)
     for dtype in FLOATS[-1:] if backend == "triton" else FLOATS:
         with subtests.test(dtype=dtype):
@@ -274,7 +277,7 @@ def test_b152_nothing_is_read_or_written_beyond_the_end(subtests: pytest.Subtest
     assert (one.expert_ids.item(), one.weights.item()) == (0, 0.5)
 
 
-def test_b158_scores_in_float32_whatever_comes(backend: str) -> None:
+def test_b158_scores_in_float32_whatever_comes(backend: Backend) -> None:
     logits = torch.tensor([[2.0001, 2.0, 1.9], [2.0, 2.0001, 1.9]])
     assert gating_topk(logits, 1, backend=backend).expert_ids.tolist() == [[0], [1]]
     half = logits.bfloat16().requires_grad_()

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from gating_by_hand import FLOATS, GROUPED, HALVES, INF, SCORES, exact, random_logits
 from moeroute import gating_topk, gating_topk_backward
+from moeroute.dispatch import Backend
 from moeroute.ops.gating import op
 from moeroute.ops.gating.op import Score
 from moeroute.testing import assert_close_to_exact, assert_same_bits
@@ -57,11 +58,11 @@ def test_second_derivatives_at_the_limits() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_second_derivatives_in_low_precision(backend: str, dtype: torch.dtype) -> None:
+def test_second_derivatives_in_low_precision(backend: Backend, dtype: torch.dtype) -> None:
     logits = random_logits(4, 9, dtype=dtype).requires_grad_()
     twin = logits.detach().double().requires_grad_()
 
-    def second(x: Tensor, backend: str | None = None) -> Tensor:
+    def second(x: Tensor, backend: Backend | None = None) -> Tensor:
         found = gating_topk(x, 3, score="sigmoid", backend=backend)
         (first,) = torch.autograd.grad(found.weights[:, 0].sum(), x, create_graph=True)
         return torch.autograd.grad(first.square().sum(), x)[0]
@@ -71,7 +72,7 @@ def test_second_derivatives_in_low_precision(backend: str, dtype: torch.dtype) -
     torch.testing.assert_close(actual.double(), second(twin), rtol=0.03, atol=0.01 if dtype in HALVES else 1e-6)
 
 
-def test_only_what_was_used_gets_a_gradient(backend: str) -> None:
+def test_only_what_was_used_gets_a_gradient(backend: Backend) -> None:
     logits = random_logits(3, 8).requires_grad_()
     bias = random_logits(8, seed=1).requires_grad_()
     found = gating_topk(logits, 2, score="sigmoid", bias=bias, backend=backend)
@@ -85,7 +86,7 @@ def test_only_what_was_used_gets_a_gradient(backend: str) -> None:
     assert logits.grad is not None
 
 
-def test_in_place_on_the_results(backend: str) -> None:
+def test_in_place_on_the_results(backend: Backend) -> None:
     logits = random_logits(3, 8).requires_grad_()
     plain = gating_topk(logits, 2, backend=backend)
     (expected,) = torch.autograd.grad((plain.weights * 2).sum(), logits)
@@ -98,7 +99,7 @@ def test_in_place_on_the_results(backend: str) -> None:
         found.weights.sum().backward()
 
 
-def test_strided_logits_and_gradients(subtests: pytest.Subtests, backend: str) -> None:
+def test_strided_logits_and_gradients(subtests: pytest.Subtests, backend: Backend) -> None:
     wide = random_logits(6, 20)
     expected = gating_topk(wide[:, 3:15].contiguous(), 4, backend=backend)
     for view in (wide[:, 3:15], wide.t().contiguous().t()[:, 3:15], wide[:, 3:15].flip(1).contiguous().flip(1)):
@@ -141,7 +142,7 @@ def test_opcheck(score: Score) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compile_without_graph_break(backend: str, dynamic: bool) -> None:
+def test_compile_without_graph_break(backend: Backend, dynamic: bool) -> None:
     def step(logits: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         found = gating_topk(logits, 4, score="sigmoid", bias=bias, **GROUPED, backend=backend)
         return found.weights * 2, found.expert_ids + 1, found.scores
@@ -157,7 +158,7 @@ def test_compile_without_graph_break(backend: str, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_transforms(backend: str, score: Score) -> None:
+def test_transforms(backend: Backend, score: Score) -> None:
     logits, tangent = random_logits(4, 8), random_logits(4, 8, seed=1)
     ids = gating_topk(logits, 3, score=score).expert_ids
 
@@ -186,7 +187,7 @@ def test_transforms(backend: str, score: Score) -> None:
     assert_same_bits(alone, grad)
 
 
-def test_vmap_over_the_bias(backend: str) -> None:
+def test_vmap_over_the_bias(backend: Backend) -> None:
     logits, bias = random_logits(3, 4, 8), random_logits(3, 8, seed=1)
 
     def ids(x: Tensor, b: Tensor) -> Tensor:
@@ -196,7 +197,7 @@ def test_vmap_over_the_bias(backend: str) -> None:
     assert_same_bits(together, torch.stack([ids(x, b) for x, b in zip(logits, bias, strict=True)]))
 
 
-def test_autocast_and_inference_mode(backend: str) -> None:
+def test_autocast_and_inference_mode(backend: Backend) -> None:
     logits = random_logits(3, 8)
     expected = tuple(gating_topk(logits, 2, backend=backend))
     with torch.autocast("cpu", dtype=torch.bfloat16):

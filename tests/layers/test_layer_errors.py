@@ -64,8 +64,8 @@ ROWS, WEIGHT = torch.randn(4, 3), torch.randn(2, 5, 3)
         (lambda: grouped_linear(ROWS, WEIGHT, torch.tensor([3, 2])), ValueError, r"sizes must be .*; got \[3, 2\]"),
         (lambda: grouped_linear(ROWS, WEIGHT, torch.tensor([-1, 2])), ValueError, r"sizes must be .*; got \[-1, 2\]"),
         (lambda: grouped_linear(ROWS, WEIGHT, torch.tensor([1, 2]).to("meta")), ValueError, "sizes must be on cpu or the CPU; got meta"),
-        (lambda: MoE(8, 8, 4, 2, backend="nope"), ValueError, "nn.MoE: backend must be one of 'reference', 'cpu', .*; got 'nope'"),
-        (lambda: Router(8, 4, 2, backend="nope"), ValueError, "nn.Router: backend must be one of"),
+        (lambda: MoE(8, 8, 4, 2, backend="nope"), ValueError, "nn.MoE: backend must be one of 'reference', 'cpu', .*; got 'nope'"),  # type: ignore[arg-type]
+        (lambda: Router(8, 4, 2, backend="nope"), ValueError, "nn.Router: backend must be one of"),  # type: ignore[arg-type]
         (lambda: MoE(8, 8, 4, 2, shared_expert=3), TypeError, "shared_expert must be a torch.nn.Module or None; got int"),  # type: ignore[arg-type]
         (lambda: MoE(8, 8, 4, 2, dtype=torch.int32), TypeError, "nn.MoE: dtype must be one of .*; got torch.int32"),
         (lambda: MoE(8, 8, 4, 2, device="nowhere"), ValueError, "nn.MoE: device must be one that torch knows; got 'nowhere'"),

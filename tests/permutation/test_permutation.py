@@ -10,6 +10,7 @@ from torch import Tensor
 
 import moeroute
 from case_ids import spelled
+from moeroute.dispatch import Backend
 from moeroute.ops.weights import op
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 from small_cases import random_plan
@@ -58,7 +59,7 @@ MIXTURES = [
 
 
 @pytest.mark.parametrize(("dtype", "weights_dtype"), MIXTURES)
-def test_operators_are_right(backend: str, dtype: torch.dtype, weights_dtype: torch.dtype | None) -> None:
+def test_operators_are_right(backend: Backend, dtype: torch.dtype, weights_dtype: torch.dtype | None) -> None:
     if dtype is torch.float64:
         backend = "reference"
     generator = torch.Generator().manual_seed(3)
@@ -81,7 +82,7 @@ def test_operators_are_right(backend: str, dtype: torch.dtype, weights_dtype: to
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("weights_dtype", FLOATS)
 def test_gradients_are_right_and_in_their_inputs_dtype(
-    backend: str, dtype: torch.dtype, weights_dtype: torch.dtype
+    backend: Backend, dtype: torch.dtype, weights_dtype: torch.dtype
 ) -> None:
     plan = random_plan(5, 6, 2, 4)
     generator = torch.Generator().manual_seed(9)
@@ -160,7 +161,7 @@ def special(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 
 @given(problems(), BACKENDS)
 def test_backends_agree_in_every_bit(
-    problem: tuple[moeroute.RoutingPlan, int, torch.dtype, torch.dtype, int], names: tuple[str, ...]
+    problem: tuple[moeroute.RoutingPlan, int, torch.dtype, torch.dtype, int], names: tuple[Backend, ...]
 ) -> None:
     plan, hidden, dtype, weights_dtype, seed = problem
     generator = torch.Generator().manual_seed(seed)
@@ -169,7 +170,7 @@ def test_backends_agree_in_every_bit(
     weights = special((plan.num_slots,), weights_dtype, generator)
     row_weights = special((plan.num_rows,), weights_dtype, generator)
 
-    def everything(backend: str) -> list[Tensor | None]:
+    def everything(backend: Backend) -> list[Tensor | None]:
         shape = op.weights_shape("test", plan, None)
         verb = weights.new_ones(shape) * 0.5
         pair = moeroute.unpermute_backward(x, rows, plan, verb, backend=backend)
@@ -195,7 +196,9 @@ def test_backends_agree_in_every_bit(
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_finalize_bias_and_init_agree_in_every_bit(subtests: pytest.Subtests, backend: str, dtype: torch.dtype) -> None:
+def test_finalize_bias_and_init_agree_in_every_bit(
+    subtests: pytest.Subtests, backend: Backend, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(0)
     rows_of = torch.tensor([[0, -1], [2, 1], [-1, -1]])
     experts = torch.tensor([[0, 1], [2, -1], [5, 0]])
@@ -216,7 +219,7 @@ def test_finalize_bias_and_init_agree_in_every_bit(subtests: pytest.Subtests, ba
             assert_same_bits(dots[0], dots[1])
 
 
-def test_finalize_numbers(backend: str) -> None:
+def test_finalize_numbers(backend: Backend) -> None:
     """A slot adds w * (row + bias); a slot without a row adds nothing, its bias included; no expert, no bias."""
     plan = moeroute.plan_from_row_of_slot(
         torch.tensor([[0, -1], [1, 2]]), 2, 3, expert_of_slot=torch.tensor([[0, 1], [1, -1]])
@@ -235,7 +238,7 @@ def test_finalize_numbers(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_bits_do_not_depend_on_threads_or_batch(
-    subtests: pytest.Subtests, backend: str, threads: int, dtype: torch.dtype
+    subtests: pytest.Subtests, backend: Backend, threads: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(8, (600, 4), generator=generator)
@@ -268,7 +271,7 @@ def test_bits_do_not_depend_on_threads_or_batch(
 # ---------------------------------------------------------------------------- promises of the arithmetic
 
 
-def test_sum_is_float32_and_rounded_once(backend: str) -> None:
+def test_sum_is_float32_and_rounded_once(backend: Backend) -> None:
     """B07: eight bfloat16 gradients 256, 1, 1, … add up to 263, which rounds to 264; B122: 1.01171875 to 1.015625."""
     plan = moeroute.plan_from_expert_ids(torch.arange(8)[None], 8)
     grads = torch.tensor([256.0] + [1.0] * 7, dtype=torch.bfloat16)[:, None]
@@ -278,7 +281,7 @@ def test_sum_is_float32_and_rounded_once(backend: str) -> None:
     assert moeroute.unpermute(rows, plan, torch.ones(1, 4), backend=backend).item() == 1.015625
 
 
-def test_sum_is_in_slot_order(backend: str) -> None:
+def test_sum_is_in_slot_order(backend: Backend) -> None:
     """(2^24 + 1) - 2^24 is 0 in float32 where 2^24 comes first, 1 where it comes last."""
     big = float(2**24)
     plan = moeroute.plan_from_expert_ids(torch.tensor([[2, 1, 0]]), 3)
@@ -288,7 +291,7 @@ def test_sum_is_in_slot_order(backend: str) -> None:
     assert moeroute.unpermute(rows, plan, backend=backend).item() == 1
 
 
-def test_hidden_sum_has_256_partial_sums_then_neighbours(backend: str) -> None:
+def test_hidden_sum_has_256_partial_sums_then_neighbours(backend: Backend) -> None:
     """Element 0 and 256 meet first: 2^24 - 2^24 + 1 = 1; with the 1 at 256 it is lost."""
     plan = moeroute.plan_from_expert_ids(torch.zeros(1, 1, dtype=torch.int64), 1)
     ones = torch.ones(1, 300)
@@ -302,7 +305,7 @@ def test_hidden_sum_has_256_partial_sums_then_neighbours(backend: str) -> None:
 
 
 @pytest.mark.parametrize("zero", (0.0, -0.0))
-def test_zero_weight_adds_nothing_and_its_row_is_not_read(backend: str, zero: float) -> None:
+def test_zero_weight_adds_nothing_and_its_row_is_not_read(backend: Backend, zero: float) -> None:
     """B25, B26: a row of NaN under weight 0."""
     plan = moeroute.plan_from_expert_ids(torch.tensor([[0, 1], [1, 0]]), 2)
     rows = torch.tensor([[1.0], [torch.nan], [torch.inf], [4.0]])  # e0: t0, t1; e1: t0, t1
@@ -310,7 +313,7 @@ def test_zero_weight_adds_nothing_and_its_row_is_not_read(backend: str, zero: fl
     assert moeroute.unpermute(rows, plan, weights, backend=backend).flatten().tolist() == [1, 4]
 
 
-def test_padding_rows_are_zero_and_never_read(backend: str) -> None:
+def test_padding_rows_are_zero_and_never_read(backend: Backend) -> None:
     """B25, B115: NaN in rows that no slot names; tokens without a row get +0."""
     ids = torch.tensor([[0, -1], [-1, -1], [1, 0]])
     plan = moeroute.plan_from_expert_ids(ids, 2, align=4)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import moeroute
 from case_ids import spelled
+from moeroute.dispatch import Backend
 from moeroute.testing import assert_same_bits
 from small_cases import random_plan
 
@@ -20,7 +21,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", (*FLOATS, torch.float64))
-def test_out(subtests: pytest.Subtests, backend: str, dtype: torch.dtype) -> None:
+def test_out(subtests: pytest.Subtests, backend: Backend, dtype: torch.dtype) -> None:
     if dtype is torch.float64:
         backend = "reference"
     plan = random_plan(3, 6, 2, 4)
@@ -114,7 +115,7 @@ PLAN_ARGUMENTS = (
     (lambda plan, t, r, w: moeroute.slot_weights(3.0, plan), TypeError, "slot_weights: weights must be a torch.Tensor; got float"),  # type: ignore[arg-type]
     (lambda plan, t, r, w: moeroute.permute(t.to("meta"), plan), ValueError, "permute: tokens must be on cpu, as the plan; got meta"),
     (lambda plan, t, r, w: moeroute.permute(t, plan, w.to("meta")), ValueError, "permute: weights must be on cpu, as the plan; got meta"),
-    (lambda plan, t, r, w: moeroute.permute(t, plan, backend="cuda"), ValueError, "permute: backend must be one of 'reference', 'cpu', 'triton'; got 'cuda'"),
+    (lambda plan, t, r, w: moeroute.permute(t, plan, backend="cuda"), ValueError, "permute: backend must be one of 'reference', 'cpu', 'triton'; got 'cuda'"),  # type: ignore[arg-type]
     (lambda plan, t, r, w: moeroute.permute(t.double(), plan, backend="cpu"), ValueError, "permute: backend must be 'reference' for torch.float64; got 'cpu'"),
 )  # fmt: skip
 
@@ -129,7 +130,7 @@ def test_bad_input(call: Callable[..., Any], error: type[Exception], message: st
 
 
 @pytest.mark.parametrize("index", (-1, -(2**31), 12, 2**31 - 1, 10**6))
-def test_no_index_of_a_hand_made_plan_reads_out_of_bounds(backend: str, index: int) -> None:
+def test_no_index_of_a_hand_made_plan_reads_out_of_bounds(backend: Backend, index: int) -> None:
     """B121: the slot is treated as one without a row."""
     row_of_slot = torch.arange(12, dtype=torch.int32)
     row_of_slot[3] = index
@@ -146,7 +147,7 @@ def test_no_index_of_a_hand_made_plan_reads_out_of_bounds(backend: str, index: i
 
 
 @pytest.mark.parametrize("given_out", (False, True))
-def test_lazy_negation_and_conjugation_are_seen(backend: str, given_out: bool) -> None:
+def test_lazy_negation_and_conjugation_are_seen(backend: Backend, given_out: bool) -> None:
     plan = moeroute.plan_from_expert_ids(torch.tensor([[0, 1], [1, 0]]), 2)
     conjugated = torch.tensor([[1 + 2j], [3 + 4j]]).conj()
     negated = torch.complex(torch.randn(4, 3), torch.randn(4, 3)).conj().imag
@@ -214,7 +215,7 @@ def test_what_has_no_registered_operator_says_no_under_transforms(argument: str)
 
 
 @pytest.mark.parametrize("offsets", ((0, 9, 4), (4, 2, 0), (0, 2, 2**31 - 1), (-5, 2, 4)))
-def test_no_offset_of_a_hand_made_plan_reads_out_of_bounds(backend: str, offsets: tuple[int, ...]) -> None:
+def test_no_offset_of_a_hand_made_plan_reads_out_of_bounds(backend: Backend, offsets: tuple[int, ...]) -> None:
     def index(*values: int) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
@@ -236,9 +237,9 @@ def test_odd_plans_and_backends_are_refused(subtests: pytest.Subtests) -> None:
     plan = moeroute.plan_from_expert_ids(ids, 2)
     weights = torch.ones(2, 2)
     for call in (
-        lambda: moeroute.slot_weights(weights, plan, backend="nonsense"),
-        lambda: moeroute.permute_weights(weights, plan, backend="nonsense"),
-        lambda: moeroute.permute_weights_backward(torch.ones(4), plan, backend="nonsense"),
+        lambda: moeroute.slot_weights(weights, plan, backend="nonsense"),  # type: ignore[arg-type]
+        lambda: moeroute.permute_weights(weights, plan, backend="nonsense"),  # type: ignore[arg-type]
+        lambda: moeroute.permute_weights_backward(torch.ones(4), plan, backend="nonsense"),  # type: ignore[arg-type]
     ):
         with (
             subtests.test(spelled(call)),

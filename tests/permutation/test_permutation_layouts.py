@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import moeroute
+from moeroute.dispatch import Backend
 from moeroute.testing import assert_same_bits
 from small_cases import present, random_plan
 
@@ -20,7 +21,7 @@ HIDDEN = (1, 2, 3, 5, 7, 8, 9, 15, 17, 33, 64, 65, 96, 100, 127, 128, 129, 255, 
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
-def test_any_hidden_size_and_alignment(subtests: pytest.Subtests, backend: str, hidden: int) -> None:
+def test_any_hidden_size_and_alignment(subtests: pytest.Subtests, backend: Backend, hidden: int) -> None:
     """B73, B74: rows are bitwise those of index_select; guards around an `out` stay."""
     generator = torch.Generator().manual_seed(hidden)
     plan = random_plan(hidden, 9, 3, 4)
@@ -39,7 +40,7 @@ def test_any_hidden_size_and_alignment(subtests: pytest.Subtests, backend: str, 
 
 
 @pytest.mark.parametrize("dtype", (torch.uint8, torch.int8, torch.bool, torch.int16, torch.int32, torch.int64))
-def test_integer_rows(backend: str, dtype: torch.dtype) -> None:
+def test_integer_rows(backend: Backend, dtype: torch.dtype) -> None:
     plan = random_plan(8, 6, 2, 3)
     tokens = torch.randint(2, (6, 33)).to(dtype)
     assert_same_bits(moeroute.permute(tokens, plan, backend=backend), tokens[plan.token_of_row.long()])
@@ -52,7 +53,7 @@ def layouts(matrix: Tensor) -> list[Tensor]:
     return [matrix.t().contiguous().t(), wide[::2, 2:-1], torch.stack([matrix, matrix], dim=2)[:, :, 0]]
 
 
-def test_strides_of_inputs(subtests: pytest.Subtests, backend: str) -> None:
+def test_strides_of_inputs(subtests: pytest.Subtests, backend: Backend) -> None:
     plan = random_plan(4, 6, 2, 3)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(6, 70, generator=generator)
@@ -77,7 +78,7 @@ def test_strides_of_inputs(subtests: pytest.Subtests, backend: str) -> None:
     assert_same_bits(moeroute.permute(expanded, plan, backend=backend), moeroute.permute(full, plan, backend=backend))
 
 
-def test_strided_and_expanded_gradients(backend: str) -> None:
+def test_strided_and_expanded_gradients(backend: Backend) -> None:
     """B46, B47: gradients from sum(), cat and a transposition."""
     plan = random_plan(6, 4, 2, 3, empty=0.0)
     generator = torch.Generator().manual_seed(1)
@@ -102,7 +103,7 @@ def test_strided_and_expanded_gradients(backend: str) -> None:
 
 
 @pytest.mark.parametrize("shape", ((0, 2, 5), (3, 2, 0), (0, 1, 0), (3, 1, 4)))
-def test_empty_sizes(backend: str, shape: tuple[int, int, int]) -> None:
+def test_empty_sizes(backend: Backend, shape: tuple[int, int, int]) -> None:
     """B14, B59, B106: T = 0, H = 0, R = 0 keep shapes, dtypes and gradients."""
     num_tokens, topk, hidden = shape
     ids = torch.full((num_tokens, topk), -1)
@@ -120,7 +121,7 @@ def test_empty_sizes(backend: str, shape: tuple[int, int, int]) -> None:
 
 def test_large_offsets() -> None:
     """B01, B05: rows times hidden size above 2^31 elements; the last rows are right, both ways."""
-    backend = "cpu"
+    backend: Backend = "cpu"
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # 4 GiB: the poison would take longer than the test
     hidden, num_tokens = 4096, 2**19 + 3  # int8: 2 GiB each
     assert hidden * num_tokens > 2**31
@@ -139,7 +140,7 @@ def test_large_offsets() -> None:
     assert_same_bits(moeroute.permute_backward(grads, plan, backend=backend), torch.full((1, 2048), 3.0).bfloat16())
 
 
-def test_outputs_can_be_changed_in_place(backend: str) -> None:
+def test_outputs_can_be_changed_in_place(backend: Backend) -> None:
     """Large enough for recycled memory: no output is a view."""
     plan = random_plan(2, 600, 2, 4, empty=0.0)
     tokens = torch.ones(600, 1000, requires_grad=True)
@@ -158,7 +159,7 @@ def test_outputs_can_be_changed_in_place(backend: str) -> None:
     assert bool((weights.grad == 2001).all())
 
 
-def test_inputs_are_unchanged(backend: str) -> None:
+def test_inputs_are_unchanged(backend: Backend) -> None:
     plan = random_plan(2, 6, 2, 4)
     tokens, weights = torch.randn(6, 20), torch.rand(6, 2)
     rows = torch.randn(plan.num_rows, 20)
@@ -221,7 +222,7 @@ def test_third_order() -> None:
 
 
 @pytest.mark.parametrize("needs", list(itertools.product((False, True), repeat=2)))
-def test_gradients_only_where_needed_and_rows_kept_only_for_weights(backend: str, needs: tuple[bool, bool]) -> None:
+def test_gradients_only_where_needed_and_rows_kept_only_for_weights(backend: Backend, needs: tuple[bool, bool]) -> None:
     """B71, B91, B130: what is saved, and for whom."""
     plan = random_plan(1, 8, 2, 4, empty=0.0)
     rows = torch.randn(16, 32, requires_grad=needs[0])
@@ -324,7 +325,7 @@ def test_tokens_of_a_slice() -> None:
 
 
 @pytest.mark.parametrize("size", (8, 70_000))
-def test_many_slots_and_no_tokens(size: int, backend: str) -> None:
+def test_many_slots_and_no_tokens(size: int, backend: Backend) -> None:
     """So many that a kernel runs in threads."""
     plan = moeroute.plan_from_token_ids(torch.zeros(size, dtype=torch.int64), num_tokens=0, backend=backend)
     rows, x, weights = torch.ones(size, 3), torch.ones(0, 3), torch.ones(size)
@@ -338,7 +339,7 @@ def test_many_slots_and_no_tokens(size: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize("with_experts", (False, True))
-def test_slots_that_no_token_owns_belong_to_nobody(with_experts: bool, backend: str) -> None:
+def test_slots_that_no_token_owns_belong_to_nobody(with_experts: bool, backend: Backend) -> None:
     """Every operator does what it does where these slots do not exist; what they have themselves is 0."""
     plan, cut = slice_of_a_plan(with_experts)
     x, rows, slots = torch.randn(3, 70), torch.randn(7, 70), torch.randn(8)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import moeroute
+from moeroute.dispatch import Backend
 from moeroute.plan import RoutingPlan
 from moeroute.testing import assert_same_bits
 
@@ -26,7 +27,7 @@ def drawn(plan: RoutingPlan, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("which", PLANS)
-def test_the_same_as_rounded_weights(which: str, dtype: torch.dtype, backend: str) -> None:
+def test_the_same_as_rounded_weights(which: str, dtype: torch.dtype, backend: Backend) -> None:
     plan = PLANS[which]
     tokens, rows, weights = drawn(plan, dtype)
     rounded = weights.float()
@@ -64,7 +65,7 @@ def test_the_same_as_rounded_weights(which: str, dtype: torch.dtype, backend: st
 
 
 @pytest.mark.parametrize("which", PLANS)
-def test_gradient_in_float64(which: str, backend: str) -> None:
+def test_gradient_in_float64(which: str, backend: Backend) -> None:
     """Of integers, whose sums are exact in every order: d/dw of sum(g * (w rows)) is <rows, g> of the slot."""
     plan = PLANS[which]
     weights = torch.full_like(drawn(plan, torch.float32)[2], 0.1).requires_grad_()

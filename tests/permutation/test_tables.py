@@ -11,6 +11,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 import moeroute
 from moeroute import dense_weights, routing_map_from_ids, routing_map_of
+from moeroute.dispatch import Backend
 from moeroute.dtypes import INTEGERS
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 from strategies import BACKENDS
@@ -41,7 +42,7 @@ def dense_by_torch(weights: Tensor, ids: Tensor, num_experts: int) -> Tensor:
     return found.scatter_add(1, torch.where(known, ids, num_experts).long(), weights)[:, :num_experts]
 
 
-def test_worked_example(backend: str) -> None:
+def test_worked_example(backend: Backend) -> None:
     weights = torch.tensor([[0.75, 0.25, 7.0], [7.0, 0.5, 2.0], [7.0, 7.0, 7.0]])
     expected = torch.tensor([[0.25, 0, 0.75, 0], [0, 2.5, 0, 0], [0, 0, 0, 0]])
     assert_same_bits(dense_weights(weights, IDS, 4, backend=backend), expected)
@@ -57,7 +58,7 @@ def test_worked_example(backend: str) -> None:
     names=BACKENDS,
 )  # fmt: skip
 def test_drawn(
-    tokens: int, experts: int, k: int, seed: int, dtype: torch.dtype, ids_dtype: torch.dtype, names: tuple[str, ...]
+    tokens: int, experts: int, k: int, seed: int, dtype: torch.dtype, ids_dtype: torch.dtype, names: tuple[Backend, ...]
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-1, experts + 1, (tokens, k), generator=generator).to(ids_dtype)
@@ -72,7 +73,7 @@ def test_drawn(
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_integer_dtypes(backend: str, dtype: torch.dtype) -> None:
+def test_integer_dtypes(backend: Backend, dtype: torch.dtype) -> None:
     """An unsigned byte above 127 is no negative number."""
     experts = 100 if dtype is torch.int8 else 200
     ids = torch.tensor([[experts - 1, 3], [5, 0]]).to(dtype)
@@ -81,20 +82,20 @@ def test_integer_dtypes(backend: str, dtype: torch.dtype) -> None:
     assert_same_bits(dense_weights(torch.ones(2, 2), ids, experts, backend=backend), expected.float())
 
 
-def test_nan_and_infinity_stay_where_they_are(backend: str) -> None:
+def test_nan_and_infinity_stay_where_they_are(backend: Backend) -> None:
     weights = torch.tensor([[torch.nan, torch.inf, -0.0]])
     found = dense_weights(weights, torch.tensor([[0, 1, 2]]), 4, backend=backend)
     assert_same_bits(found, torch.tensor([[torch.nan, torch.inf, 0.0, 0.0]]))
 
 
-def test_repeats_are_added_in_slot_order(backend: str) -> None:
+def test_repeats_are_added_in_slot_order(backend: Backend) -> None:
     weights = torch.tensor([[1.0, 2.0**-24, 2.0**-24]])  # (1 + tiny) + tiny rounds to 1, 1 + (tiny + tiny) does not
     ids = torch.tensor([[1, 1, 1]])
     assert dense_weights(weights, ids, 2, backend=backend).tolist() == [[0.0, 1.0]]
     assert dense_weights(weights.flip(1), ids, 2, backend=backend).tolist() == [[0.0, 1.0 + 2.0**-23]]
 
 
-def test_gradients(backend: str) -> None:
+def test_gradients(backend: Backend) -> None:
     ids = torch.tensor([[2, 0], [-1, 1], [1, 1]])
     weights = torch.rand(3, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
     grad = torch.arange(9.0).reshape(3, 3)
@@ -134,7 +135,7 @@ def test_transforms() -> None:
 # ---------------------------------------------------------------------------- maps of plans
 
 
-def test_map_of_a_plan(backend: str) -> None:
+def test_map_of_a_plan(backend: Backend) -> None:
     ids = torch.tensor([[2, 0], [-1, 2], [0, 2]])
     plans = moeroute.plan_from_expert_ids
     assert_same_bits(routing_map_of(plans(ids, 4), backend=backend), map_by_hand(ids, 4))
@@ -145,7 +146,7 @@ def test_map_of_a_plan(backend: str) -> None:
     assert_same_bits(routing_map_of(share, backend=backend), map_by_hand(ids, 4)[:, 2:])
 
 
-def test_map_of_a_plan_of_a_map(backend: str) -> None:
+def test_map_of_a_plan_of_a_map(backend: Backend) -> None:
     chosen = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
     plans = moeroute.plan_from_routing_map
     assert_same_bits(routing_map_of(plans(chosen), backend=backend), chosen)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeroute.dispatch import Backend
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import plan_from_expert_ids
 from plans_by_hand import WEIGHT_DTYPES, check_plan, expected_from_ids
@@ -42,7 +43,7 @@ def kept(ids: list[list[int]], lo: int, hi: int, capacity: int, weights: list[li
 
 @given(st.data(), st.sampled_from([torch.int8, torch.int32, torch.int64]), st.sampled_from(WEIGHT_DTYPES), BACKENDS)
 @settings(max_examples=100)
-def test_drawn(data: st.DataObject, dtype: torch.dtype, weight_dtype: torch.dtype, names: tuple[str, ...]) -> None:
+def test_drawn(data: st.DataObject, dtype: torch.dtype, weight_dtype: torch.dtype, names: tuple[Backend, ...]) -> None:
     num_experts, num_tokens, topk = (data.draw(st.integers(low, 6)) for low in (0, 0, 1))
     ids = [[data.draw(st.integers(-1, num_experts)) for _ in range(topk)] for _ in range(num_tokens)]
     weights = (
@@ -71,7 +72,7 @@ def test_drawn(data: st.DataObject, dtype: torch.dtype, weight_dtype: torch.dtyp
         )
 
 
-def test_top_2_of_gshard(backend: str) -> None:
+def test_top_2_of_gshard(backend: Backend) -> None:
     """Positions of second choices begin behind all first ones, as in GShard's and DeepSpeed's top-2 gate."""
     ids = torch.tensor([[0, 1], [1, 0], [0, 2], [0, 1], [2, 0]])
     for capacity in (1, 2, 3, 4):
@@ -83,7 +84,7 @@ def test_top_2_of_gshard(backend: str) -> None:
         assert (plan.row_of_slot.reshape(5, 2) >= 0).tolist() == (stays > 0).tolist()
 
 
-def test_batch_prioritised(backend: str) -> None:
+def test_batch_prioritised(backend: Backend) -> None:
     """The token with the largest weight goes first, with every one of its choices in its turn."""
     ids = torch.tensor([[0, 1], [0, 1], [1, 0]])
     weights = torch.tensor([[0.5, 0.1], [0.9, 0.0], [0.6, 0.4]])

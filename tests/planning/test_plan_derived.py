@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moeroute
+from moeroute.dispatch import Backend
 from moeroute.plan import RoutingPlan
 from small_cases import present
 
@@ -21,7 +22,7 @@ def plan_of(ids: Tensor = IDS) -> RoutingPlan:
     return moeroute.plan_from_expert_ids(ids, 4, align=4)
 
 
-def test_expert_ends(backend: str) -> None:
+def test_expert_ends(backend: Backend) -> None:
     """Experts 0 and 2 have four rows each with padding; an empty expert ends where the one before it does."""
     plan = moeroute.plan_from_expert_ids(IDS, 4, align=4, backend=backend)
     assert present(plan.expert_ends).tolist() == [4, 4, 8, 8]
@@ -44,7 +45,7 @@ def test_expert_ends_are_offsets_of_grouped_mm() -> None:
         assert product[row].double().tolist() == (rows[row].double() @ weight[expert].double()).tolist()
 
 
-def test_pad_offsets(backend: str) -> None:
+def test_pad_offsets(backend: Backend) -> None:
     """Expert 0 has two rows and two of padding, expert 2 three and one; added to the rows without padding."""
     padded = moeroute.plan_from_expert_ids(IDS, 4, align=4, backend=backend)
     offsets = present(padded.pad_offsets)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moeroute.dispatch import Backend
 from moeroute.ops.indices.op import (
     plan_from_chunks,
     plan_from_row_id_map,
@@ -73,7 +74,9 @@ def id_cases(draw: st.DrawFn) -> IdCase:
 
 @given(id_cases(), st.sampled_from([torch.int8, torch.int32, torch.int64]), st.sampled_from(WEIGHT_DTYPES), BACKENDS)
 @settings(max_examples=150)
-def test_expert_ids_drawn(case: IdCase, dtype: torch.dtype, weight_dtype: torch.dtype, names: tuple[str, ...]) -> None:
+def test_expert_ids_drawn(
+    case: IdCase, dtype: torch.dtype, weight_dtype: torch.dtype, names: tuple[Backend, ...]
+) -> None:
     ids, topk, num_experts, drawn = case
     expected = expected_from_ids(ids, num_experts, **drawn) | {"topk": topk}
     call = call_options(drawn, weight_dtype, (len(ids), topk))
@@ -101,7 +104,7 @@ def map_cases(draw: st.DrawFn) -> MapCase:
 )
 @settings(max_examples=150)
 def test_routing_map_drawn(
-    case: MapCase, topk: int | None, dtype: torch.dtype, weight_dtype: torch.dtype, names: tuple[str, ...]
+    case: MapCase, topk: int | None, dtype: torch.dtype, weight_dtype: torch.dtype, names: tuple[Backend, ...]
 ) -> None:
     routing_map, num_experts, drawn = case
     shape = (len(routing_map), num_experts)
@@ -114,7 +117,7 @@ def test_routing_map_drawn(
 
 @given(map_cases(), st.sampled_from(WEIGHT_DTYPES), BACKENDS)
 @settings(max_examples=150)
-def test_fill_drawn(case: MapCase, weight_dtype: torch.dtype, names: tuple[str, ...]) -> None:
+def test_fill_drawn(case: MapCase, weight_dtype: torch.dtype, names: tuple[Backend, ...]) -> None:
     routing_map, num_experts, drawn = case
     shape = (len(routing_map), num_experts)
     drawn["capacity"] = drawn["capacity"] or 0
@@ -128,7 +131,7 @@ def test_fill_drawn(case: MapCase, weight_dtype: torch.dtype, names: tuple[str, 
 
 @given(map_cases(), st.integers(0, 40), BACKENDS)
 @settings(max_examples=100)
-def test_given_number_of_slots_drawn(case: MapCase, num_slots: int, names: tuple[str, ...]) -> None:
+def test_given_number_of_slots_drawn(case: MapCase, num_slots: int, names: tuple[Backend, ...]) -> None:
     routing_map, num_experts, drawn = case
     shape = (len(routing_map), num_experts)
     expected = sized(expected_from_map(routing_map, num_experts, None, **drawn), num_slots)
@@ -140,7 +143,7 @@ def test_given_number_of_slots_drawn(case: MapCase, num_slots: int, names: tuple
 
 @given(map_cases(), st.sampled_from([2, 3, 4, 8]), st.none() | st.integers(0, 60), BACKENDS)
 @settings(max_examples=150)
-def test_fill_to_alignment_drawn(case: MapCase, align: int, num_slots: int | None, names: tuple[str, ...]) -> None:
+def test_fill_to_alignment_drawn(case: MapCase, align: int, num_slots: int | None, names: tuple[Backend, ...]) -> None:
     routing_map, num_experts, drawn = case
     shape = (len(routing_map), num_experts)
     call = {name: drawn[name] for name in ("expert_range", "num_rows")} | {"align": align}
@@ -157,7 +160,7 @@ def test_fill_to_alignment_drawn(case: MapCase, align: int, num_slots: int | Non
     st.none() | st.integers(0, 25),
     BACKENDS,
 )
-def test_unknown_number_of_experts_drawn(ids: list[int], num_rows: int | None, names: tuple[str, ...]) -> None:
+def test_unknown_number_of_experts_drawn(ids: list[int], num_rows: int | None, names: tuple[Backend, ...]) -> None:
     order = sorted((s for s in range(len(ids)) if ids[s] >= 0), key=lambda s: ids[s])
     if num_rows is not None:
         order = (order + [-1] * num_rows)[:num_rows]
@@ -360,7 +363,7 @@ def test_row_id_map_drawn(data: st.DataObject) -> None:
 
 
 @given(map_cases(), st.none() | st.integers(0, 4), BACKENDS)
-def test_row_id_map_of_a_plan_drawn(case: MapCase, topk: int | None, names: tuple[str, ...]) -> None:
+def test_row_id_map_of_a_plan_drawn(case: MapCase, topk: int | None, names: tuple[Backend, ...]) -> None:
     routing_map, num_experts, drawn = case
     shape = (len(routing_map), num_experts)
     fields = expected_from_map(routing_map, num_experts, topk, **drawn)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import moeroute
+from moeroute.dispatch import Backend
 from moeroute.ops.indices.op import (
     plan_from_chunks,
     plan_from_row_id_map,
@@ -355,7 +356,7 @@ def test_bad_input(call: Callable[[], Any], error: type[Exception], message: str
     assert str(caught.value).startswith("moeroute.")
 
 
-def test_more_rows_than_int32(backend: str) -> None:
+def test_more_rows_than_int32(backend: Backend) -> None:
     """Three experts with a slot each, padded to 2^30 rows each: known only after looking."""
     with pytest.raises(ValueError, match="align must be such that there are at most 2147483647 rows"):
         plan_from_expert_ids(torch.tensor([0, 1, 2]), 3, align=2**30, backend=backend)
@@ -371,7 +372,7 @@ def test_more_rows_than_int32(backend: str) -> None:
     ),
 )
 def test_more_rows_than_int32_names_the_verb(
-    verb: str, choice: tuple[Any, ...], options: dict[str, Any], backend: str
+    verb: str, choice: tuple[Any, ...], options: dict[str, Any], backend: Backend
 ) -> None:
     with pytest.raises(ValueError, match=rf"^moeroute\.{verb}: align must be such that"):
         getattr(moeroute, verb)(*choice, **options, align=2**30, backend=backend)

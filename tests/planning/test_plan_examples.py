@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from moeroute.dispatch import Backend
 from moeroute.ops.indices.op import (
     plan_from_chunks,
     plan_from_row_id_map,
@@ -17,7 +18,7 @@ from moeroute.permutation import permute, unpermute
 from small_cases import present
 
 
-def test_token_permute_example(subtests: pytest.Subtests, backend: str) -> None:
+def test_token_permute_example(subtests: pytest.Subtests, backend: Backend) -> None:
     """Section 5: sortedIndices is row_of_slot."""
     ids = torch.tensor([[1, 2], [0, 1], [0, 2]], dtype=torch.int32)
     for num_experts in (3, None):
@@ -29,7 +30,7 @@ def test_token_permute_example(subtests: pytest.Subtests, backend: str) -> None:
     assert first_three.row_of_slot.tolist() == [2, -1, 0, -1, 1, -1]
 
 
-def test_permute_with_ep_example(backend: str) -> None:
+def test_permute_with_ep_example(backend: Backend) -> None:
     """Section 12: rows [1, 5) of the sorted ones, for ids and for given indices."""
     plan = plan_from_expert_ids(torch.tensor([[1, 2], [3, 1], [2, 3]]), None, backend=backend)
     assert plan.row_of_slot.tolist() == [0, 2, 4, 1, 3, 5]
@@ -38,7 +39,7 @@ def test_permute_with_ep_example(backend: str) -> None:
     assert plan.slot_of_row.tolist() == [3, 0, 5, 2]
 
 
-def test_init_routing_example(backend: str) -> None:
+def test_init_routing_example(backend: Backend) -> None:
     """Section 13: MoeInitRoutingV2, C = 2, drop and pad."""
     ids = torch.tensor([[1, 2], [0, 1], [0, 2]])
     plan = plan_from_expert_ids(ids, 3, capacity=2, pad_to_capacity=True, backend=backend)
@@ -47,12 +48,12 @@ def test_init_routing_example(backend: str) -> None:
     assert present(plan_from_expert_ids(ids, 3, backend=backend).tokens_per_expert).tolist() == [2, 2, 2]
 
 
-def test_compute_expert_tokens_example(backend: str) -> None:
+def test_compute_expert_tokens_example(backend: Backend) -> None:
     plan = plan_from_expert_ids(torch.tensor([0, 0, 1, 1, 2, 2]), 3, backend=backend)
     assert present(plan.tokens_per_expert).cumsum(0).tolist() == [2, 4, 6]
 
 
-def test_permute_with_routing_map_example(backend: str) -> None:
+def test_permute_with_routing_map_example(backend: Backend) -> None:
     """Section 8, not padded: the slot table, and -1 where a token has fewer experts."""
     plan = plan_from_routing_map(torch.ones(3, 2, dtype=torch.int8), topk=2, num_rows=6, backend=backend)
     assert plan.row_of_slot.tolist() == [0, 3, 1, 4, 2, 5]
@@ -64,7 +65,7 @@ def test_permute_with_routing_map_example(backend: str) -> None:
 
 
 @pytest.mark.parametrize("capacity", [1, 3, 7])
-def test_drop_and_pad_is_a_stable_descending_sort(backend: str, capacity: int) -> None:
+def test_drop_and_pad_is_a_stable_descending_sort(backend: Backend, capacity: int) -> None:
     """Section 8, padded: true tokens of each expert in order, then false ones, in order."""
     routing_map = torch.rand(7, 5, generator=torch.Generator().manual_seed(2)) < 0.4
     plan = plan_from_routing_map(routing_map, fill=True, capacity=capacity, backend=backend)
@@ -72,7 +73,7 @@ def test_drop_and_pad_is_a_stable_descending_sort(backend: str, capacity: int) -
     assert plan.token_of_row.tolist() == golden.reshape(-1).tolist()
 
 
-def test_unpermute_with_routing_map_examples(backend: str) -> None:
+def test_unpermute_with_routing_map_examples(backend: Backend) -> None:
     """Section 9: (a) padded, where sortedIndices holds token ids; (c) not padded, with an empty slot."""
     plan = plan_from_token_ids(torch.tensor([1, 1], dtype=torch.int32), 2, num_experts=2, backend=backend)
     assert plan.row_of_slot.tolist() == [0, 1]  # outIndex
@@ -83,7 +84,7 @@ def test_unpermute_with_routing_map_examples(backend: str) -> None:
     assert plan.slot_of_row.tolist() == [0, 2, 3, -1]
 
 
-def test_finalize_routing_column_layout(backend: str) -> None:
+def test_finalize_routing_column_layout(backend: Backend) -> None:
     """Section 13: expandedRowIdx[i + k * T] is token i's k-th row."""
     index = torch.tensor([2, 1, 4, 3, 0, 5], dtype=torch.int32)
     experts = torch.tensor([[0, 1], [0, 1], [0, 1]], dtype=torch.int32)
@@ -92,7 +93,7 @@ def test_finalize_routing_column_layout(backend: str) -> None:
     assert present(plan.expert_of_slot).tolist() == [0, 1, 0, 1, 0, 1]
 
 
-def test_re_routing(backend: str) -> None:
+def test_re_routing(backend: Backend) -> None:
     """Two ranks send [2, 1] and [1, 2] tokens for two experts."""
     plan = plan_from_segments(torch.tensor([[2, 1], [1, 2]], dtype=torch.int32), 6, backend=backend)
     assert plan.slot_of_row.tolist() == [0, 1, 3, 2, 4, 5]
@@ -101,7 +102,7 @@ def test_re_routing(backend: str) -> None:
     assert longer.row_of_slot.tolist() == [0, 1, 3, 2, 4, 5, -1, -1]
 
 
-def test_chunks_in_another_order(subtests: pytest.Subtests, backend: str) -> None:
+def test_chunks_in_another_order(subtests: pytest.Subtests, backend: Backend) -> None:
     """What sort_chunks does: split, reorder, concatenate."""
     lengths, order = torch.tensor([3, 0, 2, 1, 4]), torch.tensor([4, 2, 1, 0, 3])
     rows = torch.arange(10.0)[:, None]
@@ -123,7 +124,7 @@ def test_chunks_in_another_order(subtests: pytest.Subtests, backend: str) -> Non
     assert (nothing.num_slots, nothing.num_rows) == (0, 0)
 
 
-def test_fill_to_a_multiple(backend: str) -> None:
+def test_fill_to_a_multiple(backend: Backend) -> None:
     """Megatron's pad_routing_map: the first false tokens of an expert become true up to a multiple of `align`."""
     routing_map = torch.tensor([[1, 0, 0], [0, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]], dtype=torch.int32)
     plan = plan_from_routing_map(routing_map, fill=True, align=4, backend=backend)
@@ -140,7 +141,7 @@ def test_fill_to_a_multiple(backend: str) -> None:
     assert present(short.tokens_per_expert).tolist() == [3, 3, 0]
 
 
-def test_the_caller_knows_the_number_of_slots(backend: str) -> None:
+def test_the_caller_knows_the_number_of_slots(backend: Backend) -> None:
     routing_map = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.uint8)
     more = plan_from_routing_map(routing_map, num_slots=8, backend=backend)
     assert more.row_of_slot.tolist() == [0, 2, 4, 1, 3, 5, -1, -1]
@@ -153,7 +154,7 @@ def test_the_caller_knows_the_number_of_slots(backend: str) -> None:
     assert (known.num_slots, known.num_rows) == (8, 6)
 
 
-def test_row_id_map_of_a_map(backend: str) -> None:
+def test_row_id_map_of_a_map(backend: Backend) -> None:
     """By the layout's definition: rows of the token's experts, from column E on the experts, last how many."""
     routing_map = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
     plan = plan_from_routing_map(routing_map, backend=backend)
@@ -177,7 +178,7 @@ def test_row_id_map_of_a_map(backend: str) -> None:
     assert unpermute(rows, again, weights, backend=backend).tolist() == expected
 
 
-def test_row_id_map_with_padding(backend: str) -> None:
+def test_row_id_map_with_padding(backend: Backend) -> None:
     """Rows of an expert lie behind the padding of those before it."""
     routing_map = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0], [1, 1, 1]], dtype=torch.bool)
     dense = row_id_map(plan_from_routing_map(routing_map, backend=backend), backend=backend)
@@ -189,7 +190,7 @@ def test_row_id_map_with_padding(backend: str) -> None:
     assert direct.slot_of_row.tolist() == padded.slot_of_row.tolist()
 
 
-def test_row_id_map_of_ids(backend: str) -> None:
+def test_row_id_map_of_ids(backend: Backend) -> None:
     """Slots in the order of the ids; local experts where there is a range."""
     ids = torch.tensor([[2, 0], [-1, 2], [0, 2]])
     plan = plan_from_expert_ids(ids, 3, align=4, backend=backend)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from case_ids import spelled
+from moeroute.dispatch import Backend
 from moeroute.ops.indices.op import (
     plan_from_chunks,
     plan_from_row_id_map,
@@ -44,7 +45,7 @@ def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     torch.set_num_threads(former)
 
 
-def all_plans(backend: str) -> Iterator[RoutingPlan]:
+def all_plans(backend: Backend) -> Iterator[RoutingPlan]:
     """One plan of every kind, from fixed draws."""
     generator = torch.Generator().manual_seed(0)
 
@@ -89,7 +90,7 @@ def test_number_of_threads_and_chunks_changes_nothing(split: None, reference_pla
         assert [fields_of(plan) for plan in all_plans("cpu")] == reference_plans
 
 
-def test_every_backend_equals_the_reference(backend: str, reference_plans: list[Fields]) -> None:
+def test_every_backend_equals_the_reference(backend: Backend, reference_plans: list[Fields]) -> None:
     assert [fields_of(plan) for plan in all_plans(backend)] == reference_plans
 
 
@@ -98,7 +99,7 @@ def test_every_backend_equals_the_reference(backend: str, reference_plans: list[
 
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("drop", ["position", "weight"])
-def test_all_options_crossed(subtests: pytest.Subtests, backend: str, drop: DropOfIds, pad: bool) -> None:
+def test_all_options_crossed(subtests: pytest.Subtests, backend: Backend, drop: DropOfIds, pad: bool) -> None:
     """B20, B22: capacity, padding, alignment, rows, range, k and T; capacity above T too."""
     generator = torch.Generator().manual_seed(1)
     for factor, topk, num_tokens, align, num_rows, expert_range in product(
@@ -125,7 +126,7 @@ def test_all_options_crossed(subtests: pytest.Subtests, backend: str, drop: Drop
                 assert int(present(plan.tokens_per_expert).max()) <= capacity
 
 
-def test_defaults_with_a_capacity(backend: str) -> None:
+def test_defaults_with_a_capacity(backend: Backend) -> None:
     """B19."""
     plan = plan_from_expert_ids(torch.tensor([[0], [0], [1]]), 2, capacity=1, backend=backend)
     assert plan.row_of_slot.tolist() == [0, -1, 1]
@@ -134,7 +135,7 @@ def test_defaults_with_a_capacity(backend: str) -> None:
 # ---------------------------------------------------------------------------- weights, strides, sizes
 
 
-def test_drop_by_weight_is_exact_for_close_weights(subtests: pytest.Subtests, backend: str) -> None:
+def test_drop_by_weight_is_exact_for_close_weights(subtests: pytest.Subtests, backend: Backend) -> None:
     """Thousands of slots with few distinct weights: ties at every digit of the search."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(0, 3, (900, 2), generator=generator)
@@ -151,7 +152,7 @@ def test_drop_by_weight_is_exact_for_close_weights(subtests: pytest.Subtests, ba
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES)
-def test_order_of_special_weights(subtests: pytest.Subtests, backend: str, dtype: torch.dtype) -> None:
+def test_order_of_special_weights(subtests: pytest.Subtests, backend: Backend, dtype: torch.dtype) -> None:
     """NaN of either sign is the largest, -0 equals +0, and of equal weights the earlier slot stays."""
     values = [-math.inf, -0.0, 0.0, -0.0, 1e-30, math.inf, -math.nan, math.nan, -1.0]
     by_weight = [6, 7, 5, 4, 1, 2, 3, 8, 0]
@@ -173,7 +174,7 @@ def test_order_of_special_weights(subtests: pytest.Subtests, backend: str, dtype
             assert plan.slot_of_row.tolist() == sorted(by_weight[:capacity])
 
 
-def test_weights_are_cut_off_from_autograd(backend: str) -> None:
+def test_weights_are_cut_off_from_autograd(backend: Backend) -> None:
     weights = torch.rand(3, 2, requires_grad=True)
     ids = torch.tensor([[0, 1], [0, 1], [0, 1]])
     plan = plan_from_expert_ids(ids, 2, capacity=1, drop="weight", weights=weights, backend=backend)
@@ -190,7 +191,7 @@ def test_float64_weights_decide_in_float64() -> None:
     assert plan.row_of_slot.tolist() == [0, -1]
 
 
-def test_strided_inputs(subtests: pytest.Subtests, backend: str) -> None:
+def test_strided_inputs(subtests: pytest.Subtests, backend: Backend) -> None:
     ids = torch.randint(0, 5, (6, 4), generator=torch.Generator().manual_seed(0))
     expected = fields_of(plan_from_expert_ids(ids, 5, backend=backend))
     for strided in (ids.t().contiguous().t(), ids.repeat(1, 2)[:, :4], torch.stack([ids, ids], dim=2)[:, :, 0]):
@@ -205,7 +206,7 @@ def test_strided_inputs(subtests: pytest.Subtests, backend: str) -> None:
             assert fields_of(plan_from_routing_map(strided, backend=backend)) == expected
 
 
-def test_one_dimension_means_one_choice(backend: str) -> None:
+def test_one_dimension_means_one_choice(backend: Backend) -> None:
     plan = plan_from_expert_ids(torch.tensor([1, 0, 1]), 2, backend=backend)
     assert plan.topk == 1
     assert plan.row_of_slot.tolist() == [1, 0, 2]
@@ -213,14 +214,14 @@ def test_one_dimension_means_one_choice(backend: str) -> None:
     assert (none.num_tokens, none.topk, none.num_slots) == (3, 0, 0)
 
 
-def test_results_can_be_changed_in_place(backend: str) -> None:
+def test_results_can_be_changed_in_place(backend: Backend) -> None:
     plan = plan_from_expert_ids(torch.tensor([[1, 0]]), 2, backend=backend)
     for tensor in (plan.row_of_slot, plan.slot_of_row, plan.tokens_per_expert):
         assert present(tensor)._base is None
         present(tensor).add_(1)
 
 
-def test_modes(backend: str) -> None:
+def test_modes(backend: Backend) -> None:
     ids = torch.tensor([[1, 0], [0, 2]])
     expected = fields_of(plan_from_expert_ids(ids, 3, backend=backend))
     with torch.inference_mode():
@@ -275,7 +276,7 @@ OUT_CASES = {
 
 
 @pytest.mark.parametrize("name", OUT_CASES)
-def test_out_gets_row_of_slot(subtests: pytest.Subtests, name: str, backend: str) -> None:
+def test_out_gets_row_of_slot(subtests: pytest.Subtests, name: str, backend: Backend) -> None:
     plan = OUT_CASES[name](None, backend)
     assert plan.num_slots == 6
     for out in (
@@ -311,7 +312,7 @@ def test_out_in_many_chunks() -> None:
 
 
 @pytest.mark.parametrize("given_out", (False, True))
-def test_lazily_negated_tensors_are_seen(backend: str, given_out: bool) -> None:
+def test_lazily_negated_tensors_are_seen(backend: Backend, given_out: bool) -> None:
     """Memory holds the opposite of what the tensor says."""
     ids = torch.tensor([[0, 1], [1, 0], [1, 2]])
     weights = torch.tensor([[0.1, 0.2], [0.9, 0.4], [0.5, 0.3]])

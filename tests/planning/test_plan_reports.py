@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from moeroute.dispatch import Backend
 from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments, plan_from_token_ids
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import capacity_from_factor, plan_from_expert_ids
@@ -26,14 +27,14 @@ INTEGERS = (
 )
 
 
-def test_b02_minus_one_is_no_slot(backend: str) -> None:
+def test_b02_minus_one_is_no_slot(backend: Backend) -> None:
     plan = plan_from_expert_ids(torch.tensor([[2, -1], [-1, 0], [3, 2]]), 4, backend=backend)
     assert plan.token_of_row.tolist() == [1, 0, 2, 2]
     assert present(plan.tokens_per_expert).tolist() == [1, 0, 2, 1]
     assert plan.row_of_slot.tolist() == [1, -1, -1, 0, 3, 2]
 
 
-def test_b04_tokens_with_different_numbers_of_experts(backend: str) -> None:
+def test_b04_tokens_with_different_numbers_of_experts(backend: Backend) -> None:
     routing_map = torch.tensor([[1, 1, 0], [0, 0, 1], [0, 0, 0]], dtype=torch.bool)
     plan = plan_from_routing_map(routing_map, backend=backend)
     assert plan.token_of_row.tolist() == [0, 0, 1]
@@ -41,7 +42,7 @@ def test_b04_tokens_with_different_numbers_of_experts(backend: str) -> None:
     assert present(plan.slot_offsets).tolist() == [0, 2, 3, 3]
 
 
-def test_b22_capacity_above_the_number_of_tokens(subtests: pytest.Subtests, backend: str) -> None:
+def test_b22_capacity_above_the_number_of_tokens(subtests: pytest.Subtests, backend: Backend) -> None:
     ids, weights = torch.tensor([[0, 1], [1, 0]]), torch.rand(2, 2)
     capacity = capacity_from_factor(2, 2, 2, 4)
     assert capacity == 8
@@ -65,7 +66,7 @@ def test_b22_capacity_above_the_number_of_tokens(subtests: pytest.Subtests, back
         pytest.param([5, 0, 3], 16, [16, 0, 16], id="B127"),
     ],
 )
-def test_alignment(backend: str, counts: list[int], align: int, padded: list[int]) -> None:
+def test_alignment(backend: Backend, counts: list[int], align: int, padded: list[int]) -> None:
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     ids = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
     plan = plan_from_expert_ids(ids, len(counts), align=align, backend=backend)
@@ -79,7 +80,7 @@ def test_alignment(backend: str, counts: list[int], align: int, padded: list[int
 
 
 @pytest.mark.parametrize("topk", range(1, 10))
-def test_b29_any_number_of_experts_per_token(subtests: pytest.Subtests, backend: str, topk: int) -> None:
+def test_b29_any_number_of_experts_per_token(subtests: pytest.Subtests, backend: Backend, topk: int) -> None:
     for num_experts in (1, 3, 5, 6, 7, 12, 33):
         with subtests.test(num_experts=num_experts):
             ids = (torch.arange(4 * topk).reshape(4, topk) * 7 + 3) % (num_experts + 1) - 1
@@ -87,7 +88,7 @@ def test_b29_any_number_of_experts_per_token(subtests: pytest.Subtests, backend:
             assert fields_of(plan_from_expert_ids(ids, num_experts, backend=backend)) == expected
 
 
-def test_b29_multihot_map_is_the_same_plan(backend: str) -> None:
+def test_b29_multihot_map_is_the_same_plan(backend: Backend) -> None:
     ids = torch.tensor([[0, 4, -1], [2, 1, 3], [-1, -1, -1]])
     routing_map = torch.tensor([[1, 0, 0, 0, 1], [0, 1, 1, 1, 0], [0, 0, 0, 0, 0]], dtype=torch.int8)
     by_ids = plan_from_expert_ids(ids, 5, backend=backend)
@@ -97,7 +98,7 @@ def test_b29_multihot_map_is_the_same_plan(backend: str) -> None:
 
 
 @pytest.mark.parametrize("num_experts", [255, 256, 257, 1025, 4096])
-def test_b32_b146_many_experts(backend: str, num_experts: int) -> None:
+def test_b32_b146_many_experts(backend: Backend, num_experts: int) -> None:
     ids = torch.randint(0, num_experts, (64, 4), generator=torch.Generator().manual_seed(0))
     ids[7, 2] = num_experts - 1
     plan = plan_from_expert_ids(ids, num_experts, backend=backend)
@@ -105,13 +106,13 @@ def test_b32_b146_many_experts(backend: str, num_experts: int) -> None:
     assert present(plan.tokens_per_expert).tolist() == torch.bincount(ids.reshape(-1), minlength=num_experts).tolist()
 
 
-def test_b34_experts_no_multiple_of_anything(backend: str) -> None:
+def test_b34_experts_no_multiple_of_anything(backend: Backend) -> None:
     plan = plan_from_expert_ids(torch.tensor([[4], [0], [1], [0]]), 5, backend=backend)
     assert present(plan.tokens_per_expert).tolist() == [2, 1, 0, 0, 1]
     assert plan.token_of_row.tolist() == [1, 3, 2, 0]
 
 
-def test_b35_b133_experts_of_this_rank_only(subtests: pytest.Subtests, backend: str) -> None:
+def test_b35_b133_experts_of_this_rank_only(subtests: pytest.Subtests, backend: Backend) -> None:
     plan = plan_from_expert_ids(torch.tensor([[0, 2], [3, 1], [0, 1]]), 4, expert_range=(2, 4), backend=backend)
     assert present(plan.tokens_per_expert).tolist() == [1, 1]
     assert plan.row_of_slot.tolist() == [-1, 0, 1, -1, -1, -1]
@@ -139,7 +140,7 @@ def test_b52_map_with_more_entries_than_int32_counts() -> None:
     assert plan.token_of_row.tolist() == [0, 2**22, num_tokens - 1]
 
 
-def test_b53_a_plan_keeps_its_own_alignment(subtests: pytest.Subtests, backend: str) -> None:
+def test_b53_a_plan_keeps_its_own_alignment(subtests: pytest.Subtests, backend: Backend) -> None:
     ids = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])
     for align in (1, 4, 16):
         with subtests.test(align=align):
@@ -147,18 +148,18 @@ def test_b53_a_plan_keeps_its_own_alignment(subtests: pytest.Subtests, backend: 
             assert plan.token_of_row[plan.row_of_slot.long()].tolist() == list(range(9))
 
 
-def test_b68_counts_have_every_expert(backend: str) -> None:
+def test_b68_counts_have_every_expert(backend: Backend) -> None:
     plan = plan_from_expert_ids(torch.tensor([[0, 1], [1, 0]]), 5, backend=backend)
     assert present(plan.tokens_per_expert).tolist() == [2, 2, 0, 0, 0]
 
 
-def test_b76_repeated_expert(backend: str) -> None:
+def test_b76_repeated_expert(backend: Backend) -> None:
     plan = plan_from_expert_ids(torch.tensor([[1, 1]]), 3, backend=backend)
     assert plan.row_of_slot.tolist() == [0, 1]
     assert present(plan.tokens_per_expert).tolist() == [0, 2, 0]
 
 
-def test_b82_padding_does_not_count(backend: str) -> None:
+def test_b82_padding_does_not_count(backend: Backend) -> None:
     ids = torch.tensor([[0], [0], [0], [0]])
     plan = plan_from_expert_ids(ids, 2, capacity=2, pad_to_capacity=True, backend=backend)
     assert plan.row_of_slot.tolist() == [0, 1, -1, -1]
@@ -190,7 +191,7 @@ def test_b98_capacity_is_exact() -> None:
     assert capacity_from_factor(3, 1, 2, 1e-5) == 1
 
 
-def test_b100_padding_tokens_take_no_capacity(backend: str) -> None:
+def test_b100_padding_tokens_take_no_capacity(backend: Backend) -> None:
     valid = torch.tensor([False, True, False, True])
     ids = torch.where(valid, 0, -1)
     plan = plan_from_expert_ids(ids, 2, capacity=1, backend=backend)
@@ -199,7 +200,7 @@ def test_b100_padding_tokens_take_no_capacity(backend: str) -> None:
     assert plan.num_rows == 1
 
 
-def test_b107_ids_above_256_do_not_collide(subtests: pytest.Subtests, backend: str) -> None:
+def test_b107_ids_above_256_do_not_collide(subtests: pytest.Subtests, backend: Backend) -> None:
     ids = torch.tensor([[259, 257], [258, 599], [257, 256]])
     for num_experts in (600, None):
         with subtests.test(num_experts=num_experts):
@@ -208,21 +209,21 @@ def test_b107_ids_above_256_do_not_collide(subtests: pytest.Subtests, backend: s
             assert plan.slot_of_row.tolist() == [5, 1, 4, 2, 0, 3]
 
 
-def test_b109_out_of_range_id(backend: str) -> None:
+def test_b109_out_of_range_id(backend: Backend) -> None:
     ids = torch.tensor([[0, 7]])
     assert plan_from_expert_ids(ids, 4, backend=backend).row_of_slot.tolist() == [0, -1]
     with pytest.raises(ValueError, match="got 7 in slot 1"):
         plan_from_expert_ids(ids, 4, check=True, backend=backend)
 
 
-def test_b125_padded_token(backend: str) -> None:
+def test_b125_padded_token(backend: Backend) -> None:
     plan = plan_from_expert_ids(torch.tensor([[-1, -1], [1, 0]]), 2, backend=backend)
     assert present(plan.tokens_per_expert).tolist() == [1, 1]
     assert plan.token_of_row.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_b131_every_integer_dtype(subtests: pytest.Subtests, backend: str, dtype: torch.dtype) -> None:
+def test_b131_every_integer_dtype(subtests: pytest.Subtests, backend: Backend, dtype: torch.dtype) -> None:
     ids = torch.tensor([[100, 5], [5, 127]]).to(dtype)
     for num_experts in (128, None):
         with subtests.test(num_experts=num_experts):
@@ -239,7 +240,7 @@ def test_b131_every_integer_dtype(subtests: pytest.Subtests, backend: str, dtype
     assert present(plan_from_segments(ids[:, :1], 105, backend=backend).tokens_per_expert).tolist() == [105]
 
 
-def test_b131_bytes_of_a_map(backend: str) -> None:
+def test_b131_bytes_of_a_map(backend: Backend) -> None:
     routing_map = torch.tensor([[1, 0, 255, 128]], dtype=torch.uint8)
     assert present(plan_from_routing_map(routing_map, backend=backend).expert_of_slot).tolist() == [0, 2, 3]
     assert present(plan_from_routing_map(routing_map.view(torch.int8), backend=backend).expert_of_slot).tolist() == [
@@ -249,7 +250,7 @@ def test_b131_bytes_of_a_map(backend: str) -> None:
     ]
 
 
-def test_b137_rows_beyond_the_given_number_are_cut(backend: str) -> None:
+def test_b137_rows_beyond_the_given_number_are_cut(backend: Backend) -> None:
     ids = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1])
     plan = plan_from_expert_ids(ids, 2, align=4, num_rows=8, backend=backend)
     assert plan.slot_of_row.tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
@@ -273,13 +274,13 @@ def test_b139_more_slots_than_a_float_counts() -> None:
     assert int(plan.slot_of_row.max()) == count - 1
 
 
-def test_b139_k_above_512(backend: str) -> None:
+def test_b139_k_above_512(backend: Backend) -> None:
     ids = torch.arange(2 * 513).reshape(2, 513) % 600
     plan = plan_from_expert_ids(ids, 600, backend=backend)
     assert fields_of(plan) == expected_from_ids(ids.tolist(), 600)
 
 
-def test_b143_mask_of_tokens(backend: str) -> None:
+def test_b143_mask_of_tokens(backend: Backend) -> None:
     padded = torch.tensor([False, True, False])
     routing_map = torch.ones(3, 3, dtype=torch.bool) & ~padded[:, None]
     plan = plan_from_routing_map(routing_map, backend=backend)
@@ -287,7 +288,7 @@ def test_b143_mask_of_tokens(backend: str) -> None:
     assert present(plan.slot_offsets).tolist() == [0, 3, 3, 6]
 
 
-def test_b59_no_token_and_nothing_but_empty_slots(backend: str) -> None:
+def test_b59_no_token_and_nothing_but_empty_slots(backend: Backend) -> None:
     dummy = plan_from_expert_ids(torch.tensor([[-1, -1]]), 4, backend=backend)
     assert dummy.row_of_slot.tolist() == [-1, -1]
     none = plan_from_expert_ids(torch.empty(0, 2, dtype=torch.int64), 4, backend=backend)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from moeroute.dispatch import Backend
 from moeroute.ops.indices.op import (
     plan_from_chunks,
     plan_from_row_id_map,
@@ -24,7 +25,7 @@ MAP = torch.tensor([[True, False, True], [True, True, True]])
 
 
 @pytest.mark.parametrize("empty", [False, True], ids=["some tokens", "no token"])
-def test_opcheck(backend: str, empty: bool) -> None:
+def test_opcheck(backend: Backend, empty: bool) -> None:
     ops = torch.ops.moeroute
     ids, routing_map = IDS, MAP
     if empty:
@@ -55,7 +56,7 @@ def test_opcheck(backend: str, empty: bool) -> None:
         torch.library.opcheck(operator.default, arguments)
 
 
-def every_constructor(ids: Tensor, routing_map: Tensor, backend: str | None) -> Iterator[RoutingPlan]:
+def every_constructor(ids: Tensor, routing_map: Tensor, backend: Backend | None) -> Iterator[RoutingPlan]:
     num_tokens = ids.shape[0]
     plan = plan_from_expert_ids(ids, 4, align=2, check=True, backend=backend)
     yield plan

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import moeroute
+from moeroute.dispatch import Backend
 from moeroute.testing import assert_same_bits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -63,7 +64,7 @@ SIZES = ((11, 1), (11, 63), (11, 64), (9, 331), (3, 5000), (1, 7), (0, 5), (4, 0
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "hidden"), SIZES)
-def test_rows_with_scales_of_their_own(rows: int, hidden: int, dtype: torch.dtype, backend: str) -> None:
+def test_rows_with_scales_of_their_own(rows: int, hidden: int, dtype: torch.dtype, backend: Backend) -> None:
     x = odd_rows(rows, hidden, dtype, rows + hidden)
     generator = torch.Generator().manual_seed(1)
     smooth = torch.randn(4, hidden, generator=generator).exp()
@@ -82,7 +83,7 @@ def test_rows_with_scales_of_their_own(rows: int, hidden: int, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "hidden"), SIZES)
-def test_one_scale_for_all(rows: int, hidden: int, dtype: torch.dtype, backend: str) -> None:
+def test_one_scale_for_all(rows: int, hidden: int, dtype: torch.dtype, backend: Backend) -> None:
     x = odd_rows(rows, hidden, dtype, rows)
     for scale, offset in ((30.0, 0.5), (-1e-3, -300.0), (1e38, 0.25), (torch.nan, 0.0), (torch.inf, 3.0)):
         with np.errstate(all="ignore"):
@@ -112,7 +113,7 @@ PLANS = plans()
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("which", PLANS)
-def test_rows_quantised_while_they_are_spread(which: str, dtype: torch.dtype, backend: str) -> None:
+def test_rows_quantised_while_they_are_spread(which: str, dtype: torch.dtype, backend: Backend) -> None:
     plan, hidden = PLANS[which], 131
     x = odd_rows(11, hidden, dtype, 5)
     generator = torch.Generator().manual_seed(2)
@@ -170,7 +171,7 @@ FIRST, NOTHING, THIRD = [0, 2, 2, -127], [0, 0, 0, 0], [32, -64, 127, 95]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_worked_numbers(dtype: torch.dtype, backend: str) -> None:
+def test_worked_numbers(dtype: torch.dtype, backend: Backend) -> None:
     """Three tokens, two experts each; a capacity of one; and one scale for all."""
     x, small = XD.to(dtype), (torch.tensor(4.0) / 127).item()
     plan = moeroute.plan_from_expert_ids(IDS, 3, backend=backend)
@@ -192,12 +193,12 @@ def test_worked_numbers(dtype: torch.dtype, backend: str) -> None:
     assert rows.tolist() == [[2, 4, 127, -128], [2, 4, 127, -128], [1, -1, 2, 4]]
 
 
-def test_halves_go_to_the_even_neighbour(backend: str) -> None:
+def test_halves_go_to_the_even_neighbour(backend: Backend) -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 125.5, 126.5, -126.5]])
     assert moeroute.dynamic_quantize(x, backend=backend)[0].tolist() == [[127, 0, 2, 2, 0, -2, -2, 126, 126, -126]]
 
 
-def test_infinities_and_nan(backend: str) -> None:
+def test_infinities_and_nan(backend: Backend) -> None:
     x = torch.tensor([[torch.inf, -torch.inf, torch.nan, 1e30, -1e30]])
     one, zero = torch.tensor(1.0), torch.tensor(0.0)
     assert moeroute.quantize(x, one, zero, backend=backend).tolist() == [[127, -128, 0, 127, -128]]
@@ -221,7 +222,7 @@ def test_a_large_result_in_two_threads(threads: int) -> None:
 # ---------------------------------------------------------------------------- torch
 
 
-def test_no_gradient_goes_through(backend: str) -> None:
+def test_no_gradient_goes_through(backend: Backend) -> None:
     x, smooth = XD.clone().requires_grad_(), torch.ones(4, requires_grad=True)
     plan = moeroute.plan_from_expert_ids(IDS, 3)
     results = (

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from moeroute import check, dispatch
+from moeroute.dispatch import Backend
 from moeroute.dtypes import FLOATS, INTEGERS, wide
 from moeroute.ops import layout
 from moeroute.ops.register import register
@@ -65,7 +66,7 @@ def gating_topk(
     expert_ids: Tensor | None = None,
     weights_dtype: torch.dtype | None = None,
     out: tuple[Tensor, Tensor, Tensor] | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Gating:
     """Choose k experts for every token and weigh them.
 
@@ -174,7 +175,7 @@ def gating_topk_backward(
     grad_scores: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """The gradient of `gating_topk` in the logits, [T, E], for callers with an autograd of their own.
 
@@ -481,7 +482,7 @@ def _gating_topk_operator(
     scaling_factor: float,
     eps: float,
     weights_dtype: torch.dtype,
-    backend: str | None,
+    backend: Backend | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     operator = "gating_topk"
     _check_matrix(operator, "logits", logits, "[T, E]")
@@ -517,7 +518,7 @@ def _gating_topk_backward_operator(
     scaling_factor: float,
     eps: float,
     out_dtype: torch.dtype,
-    backend: str | None,
+    backend: Backend | None,
 ) -> Tensor:
     operator = "gating_topk_backward"
     _check_backward(operator, scores, grad_weights, expert_ids, grad_scores)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from moeroute import check, dispatch
+from moeroute.dispatch import Backend
 from moeroute.dtypes import LARGEST
 from moeroute.ops import layout
 from moeroute.ops.planning.common import fake_vector, index_tensor, or_empty, planned
@@ -19,7 +20,7 @@ def plan_from_row_of_slot(
     first_row: int = 0,
     expert_of_slot: Tensor | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> RoutingPlan:
     """The plan for a given row of each slot, such as aclnn's `sortedIndices`.
 
@@ -91,7 +92,7 @@ def plan_from_token_ids(
     num_rows: int | None = None,
     num_experts: int | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> RoutingPlan:
     """The plan for a given token of each row, such as Megatron's `sorted_indices`.
 
@@ -152,7 +153,7 @@ def plan_from_token_ids(
 
 
 def plan_from_segments(
-    lengths: Tensor, num_tokens: int, *, out: Tensor | None = None, backend: str | None = None
+    lengths: Tensor, num_tokens: int, *, out: Tensor | None = None, backend: Backend | None = None
 ) -> RoutingPlan:
     """The plan that regroups chunks from several ranks by expert (MoeReRouting).
 
@@ -200,7 +201,7 @@ def plan_from_chunks(
     num_tokens: int,
     *,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> RoutingPlan:
     """The plan that reorders chunks of tokens.
 
@@ -242,7 +243,7 @@ def plan_from_chunks(
 
 
 def _chunks(
-    operator: str, lengths: Tensor, order: Tensor | None, num_tokens: int, out: Tensor | None, backend: str | None
+    operator: str, lengths: Tensor, order: Tensor | None, num_tokens: int, out: Tensor | None, backend: Backend | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     check.integer(operator, "num_tokens", num_tokens, 0, LARGEST)
     chosen = dispatch.choose(operator, backend, lengths.device)
@@ -259,7 +260,7 @@ def plan_from_row_id_map(
     *,
     pad_offsets: Tensor | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> RoutingPlan:
     """The plan of Transformer Engine's `row_id_map`, which its `moe_permute` returns.
 
@@ -300,7 +301,7 @@ def plan_from_row_id_map(
     return make_plan(rows, slots, row_id_map.shape[0], row_id_map.shape[1] // 2, None, offsets, experts)
 
 
-def row_id_map(plan: RoutingPlan, *, out: Tensor | None = None, backend: str | None = None) -> Tensor:
+def row_id_map(plan: RoutingPlan, *, out: Tensor | None = None, backend: Backend | None = None) -> Tensor:
     """The plan as Transformer Engine's `row_id_map`, int32 [T, 2E + 1]; nothing is read back.
 
     The first n entries of a line are the rows of the token's slots that have one, in slot order; the n from column
@@ -385,7 +386,7 @@ def _row_of_slot_operator(
     expert_of_slot: Tensor | None,
     num_rows: int,
     first_row: int,
-    backend: str,
+    backend: Backend,
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -401,7 +402,7 @@ def _token_ids_operator(
     num_tokens: int,
     num_rows: int,
     num_experts: int | None,
-    backend: str,
+    backend: Backend,
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -412,7 +413,7 @@ def _token_ids_operator(
 
 
 def _chunks_operator(
-    lengths: Tensor, order: Tensor | None, num_tokens: int, backend: str, *, out: Tensor | None = None
+    lengths: Tensor, order: Tensor | None, num_tokens: int, backend: Backend, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     row_of_slot, slot_of_row, tokens = dispatch.module("indices", backend).plan_chunks(
         lengths, order, num_tokens, out=out
@@ -421,7 +422,7 @@ def _chunks_operator(
 
 
 def _row_id_map_operator(
-    row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, backend: str, *, out: Tensor | None = None
+    row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, backend: Backend, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, slots, offsets, experts = dispatch.module("indices", backend).plan_row_id_map(
         row_id_map, pad_offsets, num_rows, out=out
@@ -430,7 +431,7 @@ def _row_id_map_operator(
 
 
 def _registered_row_of_slot(
-    row_of_slot: Tensor, expert_of_slot: Tensor | None, num_rows: int, first_row: int, backend: str
+    row_of_slot: Tensor, expert_of_slot: Tensor | None, num_rows: int, first_row: int, backend: Backend
 ) -> tuple[Tensor, Tensor, Tensor]:
     operator = "plan_row_of_slot"
     row_of_slot = index_tensor(operator, "row_of_slot", row_of_slot, "[T, K] or [T * K]", (1, 2))
@@ -448,7 +449,7 @@ def _registered_row_of_slot(
 
 
 def _registered_token_ids(
-    token_ids: Tensor, rows: Tensor | None, num_tokens: int, num_rows: int, num_experts: int | None, backend: str
+    token_ids: Tensor, rows: Tensor | None, num_tokens: int, num_rows: int, num_experts: int | None, backend: Backend
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     operator = "plan_token_ids"
     token_ids = index_tensor(operator, "token_ids", token_ids, "[N]", (1,))
@@ -470,7 +471,7 @@ def _registered_token_ids(
 
 
 def _registered_chunks(
-    lengths: Tensor, order: Tensor | None, num_tokens: int, backend: str
+    lengths: Tensor, order: Tensor | None, num_tokens: int, backend: Backend
 ) -> tuple[Tensor, Tensor, Tensor]:
     operator = "plan_chunks"
     lengths = index_tensor(operator, "lengths", lengths, "[ranks, E]", (2,))
@@ -482,7 +483,7 @@ def _registered_chunks(
 
 
 def _registered_row_id_map(
-    row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, backend: str
+    row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, backend: Backend
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     operator = "plan_row_id_map"
     row_id_map, pad_offsets = _map_of(operator, row_id_map, pad_offsets)
@@ -491,7 +492,7 @@ def _registered_row_id_map(
     return _row_id_map_operator(row_id_map, pad_offsets, num_rows, backend)
 
 
-def _registered_map_of_plan(plan: PlanTensors, num_experts: int, backend: str) -> Tensor:
+def _registered_map_of_plan(plan: PlanTensors, num_experts: int, backend: Backend) -> Tensor:
     operator = "row_id_map"
     plan = given_plan(operator, plan, None, plan.row_of_slot)
     if plan.expert_of_slot is None:
@@ -503,18 +504,18 @@ def _registered_map_of_plan(plan: PlanTensors, num_experts: int, backend: str) -
 
 
 def _row_id_map_fake(
-    row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, backend: str
+    row_id_map: Tensor, pad_offsets: Tensor | None, num_rows: int, backend: Backend
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows, slots, experts = (fake_vector(row_id_map, num_rows) for _ in range(3))
     return rows, slots, fake_vector(row_id_map, row_id_map.shape[0] + 1), experts
 
 
-def _map_of_plan_fake(plan: PlanTensors, num_experts: int, backend: str) -> Tensor:
+def _map_of_plan_fake(plan: PlanTensors, num_experts: int, backend: Backend) -> Tensor:
     return plan.row_of_slot.new_empty(plan.num_tokens, 2 * num_experts + 1)
 
 
 def _row_of_slot_fake(
-    row_of_slot: Tensor, expert_of_slot: Tensor | None, num_rows: int, first_row: int, backend: str
+    row_of_slot: Tensor, expert_of_slot: Tensor | None, num_rows: int, first_row: int, backend: Backend
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_slots = row_of_slot.numel()
     experts = 0 if expert_of_slot is None else num_slots
@@ -522,7 +523,7 @@ def _row_of_slot_fake(
 
 
 def _token_ids_fake(
-    token_ids: Tensor, rows: Tensor | None, num_tokens: int, num_rows: int, num_experts: int | None, backend: str
+    token_ids: Tensor, rows: Tensor | None, num_tokens: int, num_rows: int, num_experts: int | None, backend: Backend
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_slots = token_ids.shape[0]
     return (
@@ -534,7 +535,9 @@ def _token_ids_fake(
     )
 
 
-def _chunks_fake(lengths: Tensor, order: Tensor | None, num_tokens: int, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+def _chunks_fake(
+    lengths: Tensor, order: Tensor | None, num_tokens: int, backend: Backend
+) -> tuple[Tensor, Tensor, Tensor]:
     return (
         fake_vector(lengths, num_tokens),
         fake_vector(lengths, num_tokens),

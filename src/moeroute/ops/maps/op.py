@@ -7,6 +7,7 @@ from torch import Tensor
 
 from moeroute import check as checks
 from moeroute import dispatch
+from moeroute.dispatch import Backend
 from moeroute.dtypes import LARGEST, MAPS
 from moeroute.ops.planning.common import (
     Drop,
@@ -43,7 +44,7 @@ def plan_from_routing_map(
     num_slots: int | None = None,
     check: bool = False,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> RoutingPlan:
     """The plan for a map [T, E] that is true where a token goes to an expert.
 
@@ -227,7 +228,7 @@ def _map_operator(
     num_rows: int | None,
     num_slots: int | None,
     check: bool,
-    backend: str,
+    backend: Backend,
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
@@ -267,7 +268,7 @@ def _registered_map(
     num_rows: int | None,
     num_slots: int | None,
     check: bool,
-    backend: str,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     operator = "plan_routing_map"
     checks.shaped(operator, "routing_map", routing_map, (None, None))
@@ -319,7 +320,7 @@ def _map_fake(
     num_rows: int | None,
     num_slots: int | None,
     check: bool,
-    backend: str,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_tokens, experts = routing_map.shape[0], last_expert - first_expert
     num_slots = _known_slots(num_tokens, experts, topk, fill, capacity, num_slots)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moeroute import check as checks
 from moeroute import dispatch
+from moeroute.dispatch import Backend
 from moeroute.dtypes import LARGEST
 from moeroute.ops.planning.common import (
     DropOfIds,
@@ -41,7 +42,7 @@ def plan_from_expert_ids(
     num_rows: int | None = None,
     check: bool = False,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> RoutingPlan:
     """The plan for K chosen experts per token.
 
@@ -264,7 +265,7 @@ def _refuse_ids(ids: Tensor, num_experts: int | None) -> None:
 
 
 def _first_choices(
-    ids: Tensor, weights: Tensor | None, first: int, last: int, capacity: int | None, backend: str
+    ids: Tensor, weights: Tensor | None, first: int, last: int, capacity: int | None, backend: Backend
 ) -> Tensor:
     """The ids of the slots that stay, -1 for the others: by position, where slots are numbered choice by choice."""
     if ids.numel() == 0:
@@ -300,7 +301,7 @@ def _ids_operator(
     num_rows: int | None,
     by_choice: bool,
     check: bool,
-    backend: str,
+    backend: Backend,
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -315,7 +316,7 @@ def _ids_operator(
 
 
 def _any_ids_operator(
-    expert_ids: Tensor, num_rows: int | None, check: bool, backend: str, *, out: Tensor | None = None
+    expert_ids: Tensor, num_rows: int | None, check: bool, backend: Backend, *, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     if check:
         _refuse_ids(expert_ids, None)
@@ -335,7 +336,7 @@ def _registered_expert_ids(
     num_rows: int | None,
     by_choice: bool,
     check: bool,
-    backend: str,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     operator = "plan_expert_ids"
     expert_ids = index_tensor(operator, "expert_ids", expert_ids, "[T, K] or [T]", (1, 2))
@@ -359,7 +360,9 @@ def _registered_expert_ids(
     return row_of_slot, slot_of_row, tokens, or_empty(rows, expert_ids, torch.int64)
 
 
-def _registered_any_ids(expert_ids: Tensor, num_rows: int | None, check: bool, backend: str) -> tuple[Tensor, Tensor]:
+def _registered_any_ids(
+    expert_ids: Tensor, num_rows: int | None, check: bool, backend: Backend
+) -> tuple[Tensor, Tensor]:
     operator = "plan_any_ids"
     expert_ids = index_tensor(operator, "expert_ids", expert_ids, "[T, K] or [T]", (1, 2))
     optional_integer(operator, "num_rows", num_rows)
@@ -379,7 +382,7 @@ def _ids_fake(
     num_rows: int | None,
     by_choice: bool,
     check: bool,
-    backend: str,
+    backend: Backend,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     experts = last_expert - first_expert
     return (
@@ -390,7 +393,7 @@ def _ids_fake(
     )
 
 
-def _any_ids_fake(expert_ids: Tensor, num_rows: int | None, check: bool, backend: str) -> tuple[Tensor, Tensor]:
+def _any_ids_fake(expert_ids: Tensor, num_rows: int | None, check: bool, backend: Backend) -> tuple[Tensor, Tensor]:
     return fake_vector(expert_ids, expert_ids.numel()), fake_vector(expert_ids, num_rows)
 
 

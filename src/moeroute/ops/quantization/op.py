@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moeroute import check, dispatch
+from moeroute.dispatch import Backend
 from moeroute.dtypes import FLOATS
 from moeroute.ops import layout
 from moeroute.ops.register import PLAN_SCHEMA, register
@@ -26,7 +27,7 @@ def dynamic_quantize(
     smooth: Tensor | None = None,
     expert_of_row: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rows as int8 with one float32 scale a row: the largest magnitude of a row becomes 127.
 
@@ -79,7 +80,7 @@ def quantize(
     *,
     plan: RoutingPlan | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Rows as int8: row * scale + offset in float32, two roundings, then the nearest integer, ties to even, saturated.
 
@@ -142,7 +143,7 @@ def spread_quantized(
     smooth: Tensor | None = None,
     expert_of_row: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`spread` and `dynamic_quantize` in one pass.
 
@@ -283,7 +284,7 @@ def _given_factors(
 
 
 def _dynamic_quantize_operator(
-    rows: Tensor, smooth: Tensor | None, expert_of_row: Tensor | None, backend: str | None
+    rows: Tensor, smooth: Tensor | None, expert_of_row: Tensor | None, backend: Backend | None
 ) -> tuple[Tensor, Tensor]:
     operator = "dynamic_quantize"
     _check_rows(operator, "rows", rows)
@@ -292,7 +293,7 @@ def _dynamic_quantize_operator(
     return found
 
 
-def _quantize_operator(rows: Tensor, scale: Tensor, offset: Tensor, backend: str | None) -> Tensor:
+def _quantize_operator(rows: Tensor, scale: Tensor, offset: Tensor, backend: Backend | None) -> Tensor:
     operator = "quantize"
     _check_rows(operator, "rows", rows)
     _check_single(operator, "scale", scale, rows)
@@ -313,7 +314,7 @@ def _spread_static_operator(x: Tensor, scale: Tensor, offset: Tensor, plan: Plan
 
 
 def _spread_quantized_operator(
-    x: Tensor, smooth: Tensor | None, expert_of_row: Tensor | None, plan: PlanTensors, backend: str | None
+    x: Tensor, smooth: Tensor | None, expert_of_row: Tensor | None, plan: PlanTensors, backend: Backend | None
 ) -> tuple[Tensor, Tensor]:
     operator = "spread_quantized"
     _check_rows(operator, "x", x)

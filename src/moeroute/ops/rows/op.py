@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moeroute import check, dispatch, dtypes
+from moeroute.dispatch import Backend
 from moeroute.ops import layout
 from moeroute.ops.register import PLAN_SCHEMA, register, transformed
 from moeroute.plan import PlanTensors, RoutingPlan, expect_plan, given_plan
@@ -29,7 +30,7 @@ def spread(
     weights: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Copy every token to the rows of its slots: ``y[r] = weights[s] * x[token(s)]`` with s = slot_of_row[r].
 
@@ -71,7 +72,7 @@ def spread(
 
 
 def spread_checked(
-    operator: str, x: Tensor, plan: RoutingPlan, weights: Tensor | None, out: Tensor | None, backend: str | None
+    operator: str, x: Tensor, plan: RoutingPlan, weights: Tensor | None, out: Tensor | None, backend: Backend | None
 ) -> Tensor:
     """weights: one a slot, of any shape."""
     if out is not None:
@@ -92,7 +93,7 @@ def combine(
     init: Tensor | tuple[Tensor, Tensor] | None = None,
     bias: Tensor | None = None,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """Add up the rows of every token's slots: ``x[t] = sum of weights[s] * rows[row_of_slot[s]]``.
 
@@ -158,7 +159,7 @@ def combine(
 
 
 def combine_checked(
-    operator: str, rows: Tensor, plan: RoutingPlan, weights: Tensor | None, out: Tensor | None, backend: str | None
+    operator: str, rows: Tensor, plan: RoutingPlan, weights: Tensor | None, out: Tensor | None, backend: Backend | None
 ) -> Tensor:
     """weights: one a slot, of any shape."""
     if out is not None:
@@ -179,7 +180,7 @@ def row_dots(
     bias: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
 ) -> Tensor:
     """The dot product of every slot's row with its token: ``d[s] = <rows[row_of_slot[s]], x[token(s)]>``.
 
@@ -318,7 +319,7 @@ def _spread_dots_derivative(ctx: Any, grad_spread: Tensor | None, grad_dots: Ten
     return grad_x, grad_rows, grad_weights, None, None
 
 
-def _save(ctx: Any, plan: PlanTensors, backend: str | None, *others: Tensor | None) -> None:
+def _save(ctx: Any, plan: PlanTensors, backend: Backend | None, *others: Tensor | None) -> None:
     *indices, ctx.num_tokens = plan
     ctx.save_for_backward(*indices, *others)
     ctx.backend = backend
@@ -336,7 +337,7 @@ def _saved(ctx: Any) -> tuple[PlanTensors, tuple[Any, ...]]:
 # with. A verb has looked already, and calls the kernel itself where it may.
 
 
-def _spread_operator(x: Tensor, weights: Tensor | None, plan: PlanTensors, backend: str | None) -> Tensor:
+def _spread_operator(x: Tensor, weights: Tensor | None, plan: PlanTensors, backend: Backend | None) -> Tensor:
     operator = "spread"
     check.shaped(operator, "x", x, (plan.num_tokens, None))
     plan = given_plan(operator, plan, None, x)
@@ -347,7 +348,7 @@ def _spread_operator(x: Tensor, weights: Tensor | None, plan: PlanTensors, backe
     return _module(operator, backend, x).spread(x, weights, plan)
 
 
-def _combine_operator(rows: Tensor, weights: Tensor | None, plan: PlanTensors, backend: str | None) -> Tensor:
+def _combine_operator(rows: Tensor, weights: Tensor | None, plan: PlanTensors, backend: Backend | None) -> Tensor:
     operator = "combine"
     check.shaped(operator, "rows", rows, (None, None))
     check.floating(operator, "rows", rows)
@@ -357,7 +358,9 @@ def _combine_operator(rows: Tensor, weights: Tensor | None, plan: PlanTensors, b
     return _module(operator, backend, rows).combine(rows, weights, plan)
 
 
-def _row_dots_operator(rows: Tensor, x: Tensor, plan: PlanTensors, dtype: torch.dtype, backend: str | None) -> Tensor:
+def _row_dots_operator(
+    rows: Tensor, x: Tensor, plan: PlanTensors, dtype: torch.dtype, backend: Backend | None
+) -> Tensor:
     operator = "row_dots"
     check.shaped(operator, "rows", rows, (None, None))
     check.floating(operator, "rows", rows)
@@ -369,7 +372,7 @@ def _row_dots_operator(rows: Tensor, x: Tensor, plan: PlanTensors, dtype: torch.
 
 
 def _spread_dots_operator(
-    x: Tensor, rows: Tensor, weights: Tensor, plan: PlanTensors, backend: str | None
+    x: Tensor, rows: Tensor, weights: Tensor, plan: PlanTensors, backend: Backend | None
 ) -> tuple[Tensor, Tensor]:
     operator = "spread_dots"
     check.shaped(operator, "x", x, (plan.num_tokens, None))
@@ -418,7 +421,7 @@ _fused_spread_dots = register(
 
 
 def spread_dots(
-    x: Tensor, rows: Tensor, weights: Tensor, plan: PlanTensors, backend: str | None
+    x: Tensor, rows: Tensor, weights: Tensor, plan: PlanTensors, backend: Backend | None
 ) -> tuple[Tensor, Tensor]:
     """spread and row_dots in one pass; in two under forward mode and torch.func, which knows each of them."""
     if transformed():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moeroute import check, dispatch
+from moeroute.dispatch import Backend
 from moeroute.dtypes import LARGEST
 from moeroute.ops import layout
 from moeroute.ops.planning.common import index_tensor
@@ -17,7 +18,7 @@ _module = partial(dispatch.implementation, "weights")
 
 
 def slot_weights(
-    weights: Tensor, plan: RoutingPlan, *, out: Tensor | None = None, backend: str | None = None
+    weights: Tensor, plan: RoutingPlan, *, out: Tensor | None = None, backend: Backend | None = None
 ) -> Tensor:
     """The weight of every slot, [S].
 
@@ -54,7 +55,7 @@ def slot_weights(
     return slots_of_weights(operator, weights, plan, out, backend)
 
 
-def dense_weights(weights: Tensor, expert_ids: Tensor, num_experts: int, *, backend: str | None = None) -> Tensor:
+def dense_weights(weights: Tensor, expert_ids: Tensor, num_experts: int, *, backend: Backend | None = None) -> Tensor:
     """The weights [T, K] of the chosen experts as a matrix [T, E], 0 for all others.
 
     Where an expert has several slots of a token, their weights are added up in slot order, in float32. Differentiable
@@ -95,7 +96,7 @@ def dense_weights(weights: Tensor, expert_ids: Tensor, num_experts: int, *, back
 
 
 def routing_map_from_ids(
-    expert_ids: Tensor, num_experts: int, *, bits: bool = False, backend: str | None = None
+    expert_ids: Tensor, num_experts: int, *, bits: bool = False, backend: Backend | None = None
 ) -> Tensor:
     """The routing map of expert ids [T, K]: bool [T, E], True where a token chose an expert.
 
@@ -128,7 +129,7 @@ def routing_map_from_ids(
     return _map_of_slots(operator, slots, num_experts, check.flag(operator, "bits", bits), backend)
 
 
-def routing_map_of(plan: RoutingPlan, *, backend: str | None = None) -> Tensor:
+def routing_map_of(plan: RoutingPlan, *, backend: Backend | None = None) -> Tensor:
     """The routing map of a plan: True where a slot of that token and expert has a row.
 
     So dropped slots and those of other ranks are False. The experts are those of `expert_of_slot` where the plan has
@@ -176,7 +177,7 @@ def _slots_of_ids(operator: str, expert_ids: Tensor, num_experts: int) -> PlanTe
     return PlanTensors(flat, flat, None, flat, ids.shape[0])
 
 
-def _map_of_slots(operator: str, slots: PlanTensors, num_experts: int, bits: bool, backend: str | None) -> Tensor:
+def _map_of_slots(operator: str, slots: PlanTensors, num_experts: int, bits: bool, backend: Backend | None) -> Tensor:
     if dispatch.plain(slots.expert_of_slot):
         found: Tensor = _module(operator, backend, slots.row_of_slot).routing_map(slots, num_experts, bits)
         return found
@@ -185,7 +186,7 @@ def _map_of_slots(operator: str, slots: PlanTensors, num_experts: int, bits: boo
 
 
 def slots_of_weights(
-    operator: str, weights: Tensor, plan: RoutingPlan, out: Tensor | None, backend: str | None
+    operator: str, weights: Tensor, plan: RoutingPlan, out: Tensor | None, backend: Backend | None
 ) -> Tensor:
     """Checked weights, one a slot."""
     if plan.expert_of_slot is None:
@@ -227,7 +228,7 @@ def weights_of_slots(
     shape: tuple[int, ...],
     accumulate: bool,
     out: Tensor | None,
-    backend: str | None,
+    backend: Backend | None,
 ) -> Tensor:
     """Values of the slots in the shape of the weights."""
     if plan.expert_of_slot is None:
@@ -285,7 +286,7 @@ def _slot_weights_backward_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]
 # A registered operator looks at all that a kernel indexes with: anybody may call it.
 
 
-def _take_operator(values: Tensor, index: Tensor, inverse: Tensor, backend: str | None) -> Tensor:
+def _take_operator(values: Tensor, index: Tensor, inverse: Tensor, backend: Backend | None) -> Tensor:
     operator = "take"
     check.shaped(operator, "values", values, (None,))
     check.floating(operator, "values", values)
@@ -301,7 +302,7 @@ def _with_experts(operator: str, plan: PlanTensors, like: Tensor) -> PlanTensors
     return plan
 
 
-def _slot_weights_operator(weights: Tensor, plan: PlanTensors, backend: str | None) -> Tensor:
+def _slot_weights_operator(weights: Tensor, plan: PlanTensors, backend: Backend | None) -> Tensor:
     operator = "slot_weights"
     check.shaped(operator, "weights", weights, (plan.num_tokens, None))
     check.floating(operator, "weights", weights)
@@ -310,7 +311,7 @@ def _slot_weights_operator(weights: Tensor, plan: PlanTensors, backend: str | No
 
 
 def _slot_weights_backward_operator(
-    grad: Tensor, plan: PlanTensors, num_experts: int, accumulate: bool, backend: str | None
+    grad: Tensor, plan: PlanTensors, num_experts: int, accumulate: bool, backend: Backend | None
 ) -> Tensor:
     operator = "slot_weights_backward"
     plan = _with_experts(operator, plan, grad)
@@ -320,7 +321,7 @@ def _slot_weights_backward_operator(
     return _module(operator, backend, grad).slot_weights_backward(grad, plan, num_experts, accumulate)
 
 
-def _routing_map_operator(plan: PlanTensors, num_experts: int, bits: bool, backend: str | None) -> Tensor:
+def _routing_map_operator(plan: PlanTensors, num_experts: int, bits: bool, backend: Backend | None) -> Tensor:
     operator = "routing_map"
     plan = _with_experts(operator, plan, plan.row_of_slot)
     check.integer(operator, "num_experts", num_experts, 0, LARGEST)

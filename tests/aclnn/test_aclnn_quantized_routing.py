@@ -84,7 +84,7 @@ def test_v3_by_row_with_pairs_of_counts() -> None:
     found = v3(f32(X), i32(IDS), scale, num_experts=4, held=(1, 3), active=4, kind=2, scatter=1)
     rows, indices, counts, scales = found
     same(rows, [X[t] for t in (0, 1, 2, 0)])
-    same(indices, [0, 6, 9, 1, 5, 11] + [-1] * 6)
+    same(indices, [0, 6, 9, 1, 5, 11, 3, 7, 10, 2, 4, 8])  # behind the range the experts above it, then those below
     same(counts, [[1, 3], [2, 3], [0, 0], [0, 0]])
     same(scales, [0.25, 0.5, 0.75, 0.25])
 
@@ -303,7 +303,8 @@ def test_v3_of_any_routing(
         seen = [flat[:slot].count(expert) for slot, expert in enumerate(flat)]
         row_of_slot = [e * capacity + q if e >= 0 and q < capacity else -1 for e, q in zip(flat, seen, strict=True)]
     if scatter:
-        same(indices, [row_of_slot.index(row) if row in row_of_slot else -1 for row in range(slots)])
+        given_ids = ids.flatten().tolist()
+        same(indices, sorted(range(slots), key=lambda slot: given_ids[slot] if given_ids[slot] >= first else 2**31))
     else:
         same(indices, row_of_slot)
     number = [flat.count(expert) for expert in range(first, last)]

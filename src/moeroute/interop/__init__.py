@@ -1,13 +1,14 @@
 """This package under the names of other libraries: one module a host.
 
-They map names and conventions onto the verbs of `moeroute` and `moeroute.nn` and do no arithmetic of their
-own. A host is imported when a function is called, not before; docs/interop.md has an example for each.
+They map names and conventions onto the verbs of `moeroute` and `moeroute.nn`. All but `torch_npu`, which also has what
+stands between the routing functions, do no arithmetic of their own. A host is imported when a function is called, not
+before; docs/interop.md and docs/interop_ascend.md have an example for each.
 """
 
 import importlib
 import types
 
-HOSTS = ("huggingface", "megatron", "transformer_engine")
+HOSTS = ("huggingface", "megatron", "torch_npu", "transformer_engine")
 
 
 def __getattr__(name: str) -> types.ModuleType:

@@ -18,7 +18,7 @@ demo: $(VENV)/ready
 	PYTHONPATH=examples $(BIN)/python -m demo $(ARGS)
 
 test: $(VENV)/ready lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadscope --no-loadscope-reorder
 
 $(VENV)/hosts: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[hosts]"

@@ -31,6 +31,22 @@ settings.register_profile(
 settings.load_profile("moeroute")
 
 
+# Seconds of processor time of files with few, long tests. `--dist loadscope` gives a worker one file after the other:
+# these come first, so that none of them is left at the end while the other worker has nothing to do.
+LONGEST = {
+    "test_triton_compile.py": 180,
+    "test_library_programs.py": 110,
+    "test_torch.py": 90,
+    "test_demo.py": 70,
+    "test_reports_arithmetic.py": 30,
+    "test_packaging.py": 25,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: -LONGEST.get(item.path.name, 0))  # stable: otherwise the order of the files
+
+
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Words for what pytest would only number: `dtype0`, `options3`."""
     plain = val is None or isinstance(val, str | int | float | complex | type)

@@ -188,7 +188,7 @@ def _reciprocal_root(x: Tensor, gamma: Tensor, epsilon: float) -> Tensor:
 
 def _mean(values: Tensor, axes: range) -> Tensor:
     """The mean over some axes, which stay with size 1; that of nothing is 0."""
-    count = math.prod(values.shape[axis] for axis in axes)
+    count = math.prod([values.shape[axis] for axis in axes])  # torch.compile knows no generators here
     return values.sum(tuple(axes), keepdim=True) / max(count, 1)
 
 

@@ -250,6 +250,25 @@ def test_a_script_is_run_with_its_arguments(tmp_path: Path) -> None:
     assert "usage: python -m moeroute.interop.torch_npu" in done.stderr
 
 
+def test_a_process_group_named_hccl(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import torch, torch_npu\n"
+        "import torch.distributed as dist\n"
+        "from pathlib import Path\n"
+        "dist.init_process_group('hccl', init_method=Path('store').resolve().as_uri(), rank=0, world_size=1)\n"
+        "x = torch.ones(2, device='npu')\n"
+        "dist.all_reduce(x)\n"
+        "name = dist.group.WORLD._get_backend(torch.device('npu')).get_hccl_comm_name(0)\n"
+        "ids = torch.tensor([[0, 1]], dtype=torch.int32)\n"
+        "rows = torch_npu.npu_moe_distribute_dispatch_v2(torch.ones(1, 4), ids, name, 1, 0, 2)[0]\n"
+        "torch.save({'x': x}, __file__ + '.pt')\n"
+        "print(dist.get_backend(), x.tolist(), tuple(rows.shape), torch.load(__file__ + '.pt', map_location='npu:0')['x'].device)\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = run("-m", "moeroute.interop.torch_npu", "script.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "hccl [1.0, 1.0] (2, 4) cpu\n"), done.stderr
+
+
 def test_a_test_session(tmp_path: Path) -> None:
     """The two lines that replace a mock: a test file for Ascend, and the plugin on the command line."""
     (tmp_path / "test_ascend.py").write_text(

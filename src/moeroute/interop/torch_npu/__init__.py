@@ -14,154 +14,78 @@ A script that is not touched runs by ``python -m moeroute.interop.torch_npu scri
 
 from moeroute.interop.torch_npu.activation import (
     npu_clipped_swiglu as npu_clipped_swiglu,
-)
-from moeroute.interop.torch_npu.activation import (
     npu_rms_norm as npu_rms_norm,
-)
-from moeroute.interop.torch_npu.activation import (
     npu_rms_norm_backward as npu_rms_norm_backward,
-)
-from moeroute.interop.torch_npu.activation import (
     npu_rotary_mul as npu_rotary_mul,
-)
-from moeroute.interop.torch_npu.activation import (
     npu_rotary_mul_backward as npu_rotary_mul_backward,
-)
-from moeroute.interop.torch_npu.activation import (
     npu_swiglu as npu_swiglu,
-)
-from moeroute.interop.torch_npu.activation import (
     npu_swiglu_backward as npu_swiglu_backward,
 )
 from moeroute.interop.torch_npu.formats import (
     get_npu_format as get_npu_format,
-)
-from moeroute.interop.torch_npu.formats import (
     npu_format_cast as npu_format_cast,
+    npu_format_cast_ as npu_format_cast_,
 )
 from moeroute.interop.torch_npu.gating import (
     npu_moe_gating_top_k as npu_moe_gating_top_k,
-)
-from moeroute.interop.torch_npu.gating import (
     npu_moe_gating_top_k_backward as npu_moe_gating_top_k_backward,
-)
-from moeroute.interop.torch_npu.gating import (
     npu_moe_gating_top_k_softmax as npu_moe_gating_top_k_softmax,
-)
-from moeroute.interop.torch_npu.gating import (
     npu_moe_gating_top_k_softmax_v2 as npu_moe_gating_top_k_softmax_v2,
 )
 from moeroute.interop.torch_npu.grouped_matmul import (
     npu_grouped_matmul as npu_grouped_matmul,
-)
-from moeroute.interop.torch_npu.grouped_matmul import (
     npu_grouped_matmul_add as npu_grouped_matmul_add,
-)
-from moeroute.interop.torch_npu.grouped_matmul import (
     npu_grouped_matmul_add_ as npu_grouped_matmul_add_,
 )
-from moeroute.interop.torch_npu.install import install as install
-from moeroute.interop.torch_npu.install import uninstall as uninstall
+from moeroute.interop.torch_npu.install import install as install, uninstall as uninstall
 from moeroute.interop.torch_npu.mx import (
     npu_dynamic_mx_quant as npu_dynamic_mx_quant,
-)
-from moeroute.interop.torch_npu.mx import (
     npu_grouped_dynamic_mx_quant as npu_grouped_dynamic_mx_quant,
 )
 from moeroute.interop.torch_npu.permutation import (
     _npu_moe_token_unpermute as _npu_moe_token_unpermute,
-)
-from moeroute.interop.torch_npu.permutation import (
     _npu_moe_token_unpermute_with_routing_map as _npu_moe_token_unpermute_with_routing_map,
-)
-from moeroute.interop.torch_npu.permutation import (
     npu_moe_token_permute as npu_moe_token_permute,
-)
-from moeroute.interop.torch_npu.permutation import (
     npu_moe_token_permute_grad as npu_moe_token_permute_grad,
-)
-from moeroute.interop.torch_npu.permutation import (
     npu_moe_token_permute_grad_v2 as npu_moe_token_permute_grad_v2,
-)
-from moeroute.interop.torch_npu.permutation import (
     npu_moe_token_permute_with_routing_map as npu_moe_token_permute_with_routing_map,
-)
-from moeroute.interop.torch_npu.permutation import (
     npu_moe_token_permute_with_routing_map_grad as npu_moe_token_permute_with_routing_map_grad,
-)
-from moeroute.interop.torch_npu.permutation import (
     npu_moe_token_unpermute as npu_moe_token_unpermute,
-)
-from moeroute.interop.torch_npu.permutation import (
     npu_moe_token_unpermute_grad as npu_moe_token_unpermute_grad,
-)
-from moeroute.interop.torch_npu.permutation import (
     npu_moe_token_unpermute_grad_v2 as npu_moe_token_unpermute_grad_v2,
-)
-from moeroute.interop.torch_npu.permutation import (
     npu_moe_token_unpermute_with_routing_map as npu_moe_token_unpermute_with_routing_map,
-)
-from moeroute.interop.torch_npu.permutation import (
     npu_moe_token_unpermute_with_routing_map_grad as npu_moe_token_unpermute_with_routing_map_grad,
 )
 from moeroute.interop.torch_npu.process_groups import register_group as register_group
 from moeroute.interop.torch_npu.quantization import (
     npu_dequant_swiglu_quant as npu_dequant_swiglu_quant,
-)
-from moeroute.interop.torch_npu.quantization import (
     npu_dynamic_quant as npu_dynamic_quant,
-)
-from moeroute.interop.torch_npu.quantization import (
     npu_quantize as npu_quantize,
-)
-from moeroute.interop.torch_npu.quantization import (
     npu_swiglu_quant as npu_swiglu_quant,
 )
 from moeroute.interop.torch_npu.quantized_products import (
     npu_grouped_matmul_finalize_routing as npu_grouped_matmul_finalize_routing,
-)
-from moeroute.interop.torch_npu.quantized_products import (
     npu_grouped_matmul_swiglu_quant as npu_grouped_matmul_swiglu_quant,
-)
-from moeroute.interop.torch_npu.quantized_products import (
     npu_grouped_matmul_swiglu_quant_v2 as npu_grouped_matmul_swiglu_quant_v2,
 )
 from moeroute.interop.torch_npu.ranks import (
     npu_moe_distribute_dispatch as npu_moe_distribute_dispatch,
-)
-from moeroute.interop.torch_npu.ranks import (
     npu_moe_distribute_dispatch_v2 as npu_moe_distribute_dispatch_v2,
 )
 from moeroute.interop.torch_npu.ranks_combine import (
     npu_moe_distribute_combine as npu_moe_distribute_combine,
-)
-from moeroute.interop.torch_npu.ranks_combine import (
     npu_moe_distribute_combine_v2 as npu_moe_distribute_combine_v2,
 )
 from moeroute.interop.torch_npu.ranks_gmm import (
     npu_alltoallv_gmm as npu_alltoallv_gmm,
-)
-from moeroute.interop.torch_npu.ranks_gmm import (
     npu_gmm_alltoallv as npu_gmm_alltoallv,
 )
 from moeroute.interop.torch_npu.routing import (
     npu_moe_compute_expert_tokens as npu_moe_compute_expert_tokens,
-)
-from moeroute.interop.torch_npu.routing import (
     npu_moe_finalize_routing as npu_moe_finalize_routing,
-)
-from moeroute.interop.torch_npu.routing import (
     npu_moe_init_routing as npu_moe_init_routing,
-)
-from moeroute.interop.torch_npu.routing import (
     npu_moe_init_routing_quant as npu_moe_init_routing_quant,
-)
-from moeroute.interop.torch_npu.routing import (
     npu_moe_init_routing_v2 as npu_moe_init_routing_v2,
-)
-from moeroute.interop.torch_npu.routing import (
     npu_moe_re_routing as npu_moe_re_routing,
-)
-from moeroute.interop.torch_npu.routing import (
     npu_moe_update_expert as npu_moe_update_expert,
 )

@@ -17,3 +17,9 @@ def npu_format_cast(self: Tensor, acl_format: int, customize_dtype: int | None =
 def get_npu_format(self: Tensor) -> int:
     """2, the number of ND."""
     return _ND
+
+
+@npu_function
+def npu_format_cast_(self: Tensor, acl_format: int) -> Tensor:
+    """The tensor itself, as `npu_format_cast`."""
+    return self

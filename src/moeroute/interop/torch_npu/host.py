@@ -281,6 +281,17 @@ def histc(original: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
+def register_hccl() -> None:
+    """The backend "hccl" of torch.distributed: gloo, on the CPU. A process keeps it."""
+    distributed = torch.distributed
+    if distributed.is_gloo_available() and "hccl" not in distributed.Backend.backend_list:
+        distributed.Backend.register_backend(
+            "hccl",
+            lambda store, rank, size, timeout: distributed.ProcessGroupGloo(store, rank, size, timeout),
+            devices=["cpu"],
+        )
+
+
 def comm_name(backend: Any, rank: int, init_comm: bool = True) -> str:
     """The name by which the functions of several ranks find a backend's process group."""
     for group in torch.distributed.distributed_c10d._world.pg_map:

@@ -51,8 +51,9 @@ def install(*, device_strings: bool = False) -> None:
     """Let `import torch_npu` find this package's functions, and torch what torch_npu adds to it.
 
     That is: the modules torch_npu and torch.npu, `torch.ops.npu`, `.npu()` of tensors and modules, `Tensor.is_npu`
-    (False), and `torch.histc` for integers on the CPU. The memory pool is switched off, since programs for Ascend
-    resize storages. A second call changes nothing, but for device_strings.
+    (False), `torch.histc` for integers on the CPU, and the backend "hccl" of torch.distributed, which is gloo. The
+    memory pool is switched off, since programs for Ascend resize storages. A second call changes nothing, but for
+    device_strings.
 
     Args:
         device_strings: devices named "npu" are the CPU in every call of torch in this thread, and in generators and
@@ -79,7 +80,7 @@ def install(*, device_strings: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Take away what `install` put in place. The operators of `torch.ops.npu` stay."""
+    """Take away what `install` put in place. The operators of `torch.ops.npu` and the backend "hccl" stay."""
     global _installed
     if _installed is not None:
         _installed.undo()
@@ -112,6 +113,7 @@ def _put() -> _Installed:
     done.replace(torch, "histc", counted)
     done.replace(torch.Tensor, "histc", counted)
     if dist.is_available():
+        host.register_hccl()
         done.replace(torch._C._distributed_c10d.Backend, "get_hccl_comm_name", host.comm_name)
     done.pool = set_memory_pool(False)
     return done

@@ -145,16 +145,41 @@ def test_five_values_in_2026() -> None:
     tokens, routing_map, probs = leaf(12, 4, dtype=torch.float32), ragged_map(12), leaf(12, 8, dtype=torch.float32)
     size, counts = int(routing_map.sum()), routing_map.sum(dim=0)
     expected = host.permute(tokens, routing_map, probs)
-    actual = ours.permute(tokens, routing_map, probs, size, tokens_per_expert=counts, generation="2026")
+    actual: Any = ours.permute(tokens, routing_map, probs, size, tokens_per_expert=counts, generation="2026")
     assert actual[3] is None
     assert actual[4] is counts
     torch.testing.assert_close(actual[:3], expected, rtol=0, atol=0)
-    short = ours.permute(tokens, routing_map, probs, torch.tensor(size - 2), generation="2026")
-    torch.testing.assert_close(short[:3], tuple(value[:-2] for value in expected), rtol=0, atol=0)
+    more: Any = ours.permute(tokens, routing_map, probs, torch.tensor(size + 2), generation="2026")
+    torch.testing.assert_close(tuple(value[:-2] for value in more[:3]), expected, rtol=0, atol=0)
+    assert more[2][-2:].tolist() == [-1, -1]
+    assert not more[0][-2:].any()
+    for rows, _, indices, *_ in (actual, more):
+        back = ours.unpermute(rows, indices, tokens.shape, probs, routing_map)
+        torch.testing.assert_close(back, tokens * (probs * routing_map).sum(dim=1, keepdim=True))
     with pytest.raises(ValueError, match=r"^moeroute.interop.megatron.permute: num_out_tokens must be given; got None"):
         ours.permute(tokens, routing_map, probs, generation="2026")
     with pytest.raises(ValueError, match=r"^moeroute.interop.megatron.permute: generation must be"):
         ours.permute(tokens, routing_map, probs, generation="0.9")  # type: ignore[arg-type]
+
+
+def test_nothing_is_read_back_in_2026() -> None:
+    """Tensors on meta have nothing to read; gradients have the shapes of their leaves."""
+    tokens, routing_map, probs = leaf(12, 4, dtype=torch.float32), ragged_map(12), leaf(12, 8, dtype=torch.float32)
+    tokens, probs = (t.detach().to("meta").requires_grad_() for t in (tokens, probs))
+    routing_map = routing_map.to("meta")
+    rows, row_probs, indices, *_ = ours.permute(tokens, routing_map, probs, 30, generation="2026")
+    assert rows is not None
+    assert row_probs is not None
+    assert indices is not None
+    assert [tuple(t.shape) for t in (rows, row_probs, indices)] == [(30, 4), (30,), (30,)]
+    back = ours.unpermute(rows, indices, tokens.shape, probs, routing_map)
+    padded = ours.unpermute(
+        rows, indices, tokens.shape, probs, routing_map, pad_offsets=torch.empty(8, dtype=torch.int64, device="meta")
+    )
+    (back.sum() + padded.sum() + row_probs.sum()).backward()
+    assert tokens.grad is not None
+    assert probs.grad is not None
+    assert (back.shape, probs.grad.shape) == (tokens.shape, (12, 8))
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])

@@ -73,7 +73,8 @@ def permute(
         routing_map: [T, E], true where a token goes to an expert.
         probs: [T, E], of any float dtype.
         num_out_tokens: with `drop_and_pad` E times the capacity. Else "0.16" ignores it, and in "2026" it is the
-            number of rows: known without reading the map.
+            number of true entries, or more: with it nothing is read back. Of fewer the last entries of the map, token
+            by token, have no rows.
         fused: the same result.
         drop_and_pad: every expert gets exactly its capacity: its first true tokens, then its first false ones, then,
             where the capacity is above T, padding rows (zero, token id -1).
@@ -131,9 +132,10 @@ def unpermute(
     if drop_and_pad:
         plan = plan_from_token_ids(sorted_indices, num_tokens, num_experts=routing_map.shape[1])
     else:
-        plan = plan_from_routing_map(as_map(routing_map))
+        num_rows = permuted_tokens.shape[0]  # as many slots, or more than there are: padding rows
+        plan = _plan_of_rows(as_map(routing_map), num_rows)
         if pad_offsets is not None:
-            plan = plan_from_row_id_map(row_id_map(plan), permuted_tokens.shape[0], pad_offsets=pad_offsets)
+            plan = plan_from_row_id_map(row_id_map(plan), num_rows, pad_offsets=pad_offsets)
     return weighted_sum(permuted_tokens, plan, probs)
 
 
@@ -156,6 +158,15 @@ def sort_chunks_by_idxs(
     return permute_rows(input, plan), None if probs is None else permute_weights(probs.reshape(-1, 1), plan)
 
 
+def _plan_of_rows(routing_map: Tensor, num_rows: int) -> RoutingPlan:
+    """Nothing is read back; but on the CPU, where reading costs nothing, more true entries than rows are an error."""
+    if routing_map.device.type == "cpu":
+        plan = plan_from_routing_map(routing_map)
+        if plan.num_rows >= num_rows:
+            return plan  # with more than the rows `unpermute` says so
+    return plan_from_routing_map(routing_map, num_rows=num_rows, num_slots=num_rows)
+
+
 def _plan(
     routing_map: Tensor, num_out_tokens: int | Tensor | None, drop_and_pad: bool, align_size: int, generation: str
 ) -> RoutingPlan:
@@ -168,7 +179,8 @@ def _plan(
         return plan_from_routing_map(routing_map, align=align_size)
     if num_out_tokens is None:
         raise check.wrong_value("interop.megatron.permute", "num_out_tokens", "given", None)
-    return plan_from_routing_map(routing_map, num_rows=int(num_out_tokens))
+    size = int(num_out_tokens)
+    return plan_from_routing_map(routing_map, num_rows=size, num_slots=size)
 
 
 # ---------------------------------------------------------------------------- gating

@@ -177,6 +177,27 @@ def test_router_product_has_every_derivative() -> None:
         torch.testing.assert_close([t.grad for t in mine], [t.grad for t in others])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_logits_and_gradients_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
+    """Of one token, in a batch of any size; a plain product differs in about a quarter of these."""
+    torch.manual_seed(0)
+    tokens, weight, upstream = torch.randn(150, 96), torch.randn(24, 96), torch.randn(150, 24)
+    tokens, weight = tokens.to(dtype), weight.to(dtype).requires_grad_()
+    upstream = upstream.to(torch.float64 if dtype is torch.float64 else torch.float32)
+
+    def run(first: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = tokens[first:stop].clone().requires_grad_()
+        logits = router_product(mine, weight)
+        (grad,) = torch.autograd.grad(logits, mine, upstream[first:stop])
+        return logits, grad
+
+    logits, grad = run(0, 150)
+    for first, stop in [(0, 1), (0, 2), (2, 5), (7, 40), (60, 70), (64, 128), (3, 67), (20, 150), (149, 150)]:
+        for got, whole in zip(run(first, stop), (logits, grad), strict=True):
+            torch.testing.assert_close(got, whole[first:stop], rtol=0, atol=0)
+    assert run(5, 5)[0].shape == (0, 24)
+
+
 def test_expert_bias_counts_for_the_selection_only() -> None:
     layer = make_layer(expert_bias=True, score="sigmoid", renormalize=False)
     assert layer.router.expert_bias is not None

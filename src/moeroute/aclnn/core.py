@@ -68,10 +68,12 @@ class Refusal(Exception):
 
 
 def wrong(name: str, wanted: str, got: object, status: int = PARAM_INVALID) -> Refusal:
+    """A refusal that names the argument, what was wanted and what came; the caller raises it."""
     return Refusal(status, f"{name} must be {wanted}; got {got}")
 
 
 def wrong_shape(name: str, wanted: str, tensor: Tensor, status: int = PARAM_INVALID) -> Refusal:
+    """A refusal of a tensor's shape; the caller raises it."""
     return wrong(name, wanted, f"shape {list(tensor.shape)}", status)
 
 
@@ -324,6 +326,7 @@ _PLAIN_FORMATS = frozenset((-1, 0, 1, _ND, 27, 30, 47))  # undefined, NCHW, NHWC
 
 
 def required(**tensors: Tensor | None) -> None:
+    """Refuse null tensors."""
     for name, tensor in tensors.items():
         if tensor is None:
             raise Refusal(PARAM_NULLPTR, f"{name} must not be null")
@@ -359,21 +362,25 @@ def probs_typed(
 
 
 def ranked(name: str, tensor: Tensor | None, *ranks: int, status: int = PARAM_INVALID) -> None:
+    """Refuse other numbers of dimensions; null passes."""
     if tensor is not None and tensor.ndim not in ranks:
         raise wrong_shape(name, f"{' or '.join(map(str, ranks))}-dimensional", tensor, status)
 
 
 def shaped(name: str, tensor: Tensor | None, shape: tuple[int, ...], letters: str, status: int = PARAM_INVALID) -> None:
+    """Refuse another shape; null passes. `letters` is the shape as the documents write it."""
     if tensor is not None and tuple(tensor.shape) != shape:
         raise wrong_shape(name, f"{letters} = {list(shape)}", tensor, status)
 
 
 def between(name: str, value: int, low: int, high: int, status: int = PARAM_INVALID) -> None:
+    """Refuse a number outside [low, high]."""
     if not low <= value <= high:
         raise wrong(name, f"in {low}..{high}", value, status)
 
 
 def at_least(name: str, value: int, least: int, status: int = PARAM_INVALID) -> None:
+    """Refuse a number below `least`."""
     if value < least:
         raise wrong(name, f"at least {least}", value, status)
 
@@ -386,11 +393,13 @@ def divides(name: str, length: int, by_name: str, by: int, status: int = PARAM_I
 
 
 def unpadded(name: str, padded: bool, status: int = PARAM_INVALID) -> None:
+    """Refuse the padded mode."""
     if padded:
         raise wrong(name, "false, the only mode supported", "true", status)
 
 
 def absent(name: str, value: object, where: str) -> None:
+    """Refuse a tensor where the documents want null."""
     if value is not None:
         raise wrong(name, f"null {where}", "a tensor")
 
@@ -445,11 +454,13 @@ def target_of(out: Tensor, *shape: int) -> Tensor:
 
 
 def deliver(target: Tensor, out: Tensor) -> None:
+    """Copy into `out` what `target_of` made beside it; nothing where the kernel wrote into `out` itself."""
     if target.data_ptr() != out.data_ptr():
         out.copy_(target.view(out.shape))
 
 
 def counts_of(plan: RoutingPlan, cumulative: bool = False) -> Tensor:
+    """Tokens of each expert, or their running sums."""
     counts = plan.tokens_up_to_expert if cumulative else plan.tokens_per_expert
     assert counts is not None  # noqa: S101 - for the type checker: a plan with experts has them
     return counts

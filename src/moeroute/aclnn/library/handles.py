@@ -261,6 +261,7 @@ thread = _Thread()
 
 
 def new(thing: Any) -> int:
+    """Register the object; returns its number, which C holds as the pointer."""
     number = next(_numbers)
     state.objects[number] = thing
     return number
@@ -276,6 +277,7 @@ def find(kind: type, number: int, status: int, argument: str) -> Any:
 
 
 def destroy(kind: type, number: int, argument: str, null: int = NULLPTR, invalid: int = INVALID) -> Any:
+    """Forget the live object of this kind, and return it."""
     if number == 0:
         raise Failure(null, f"{argument} must not be null")
     find(kind, number, invalid, argument)
@@ -293,6 +295,7 @@ def block_of(address: int, size: int) -> Block | None:
 
 
 def describe(address: int) -> str:
+    """What the address is, for an error."""
     with lock:
         place = bisect_right(state.addresses, address) - 1
         block = state.blocks[state.addresses[place]] if place >= 0 else None
@@ -302,6 +305,7 @@ def describe(address: int) -> str:
 
 
 def device_memory(address: int, size: int, argument: str) -> Block:
+    """The live block with all these bytes; the caller keeps it while it uses the address."""
     block = block_of(address, size)
     if block is None:
         what = f"{argument} must be {size} bytes of device memory"
@@ -310,22 +314,26 @@ def device_memory(address: int, size: int, argument: str) -> Block:
 
 
 def need_init(status: int = UNINITIALIZE) -> None:
+    """Refuse calls before aclInit and after aclFinalize."""
     if not state.initialized:
         when = "after aclFinalize" if state.finalized else "before aclInit"
         raise Failure(status, f"aclInit must come first; got a call {when}")
 
 
 def need_device() -> None:
+    """Refuse calls before aclrtSetDevice."""
     need_init()
     if state.devices_set == 0:
         raise Failure(RT_CONTEXT_NULL, "aclrtSetDevice must come first; got a call without a device")
 
 
 def need_pointer(pointer: Any, argument: str, status: int = INVALID_PARAM) -> None:
+    """Refuse a null pointer of C."""
     if pointer == c.ffi.NULL:
         raise Failure(status, f"{argument} must not be null")
 
 
 def need_stream(number: int, status: int = RT_STREAM_CONTEXT) -> None:
+    """Refuse what is no live stream; 0 is the default one."""
     if number != 0:  # the default stream
         find(Stream, number, status, "stream")

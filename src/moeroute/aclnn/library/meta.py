@@ -55,6 +55,7 @@ def aclCreateTensor(
     storage_rank: int,
     address: int,
 ) -> int:
+    """A view of the caller's memory, which is looked at only when an operator uses it."""
     need_init()
     shape = _dims(view_dims, view_rank, "viewDims")
     storage = _dims(storage_dims, storage_rank, "storageDims")
@@ -79,6 +80,7 @@ def aclCreateTensor(
 
 
 def aclDestroyTensor(tensor: int) -> None:
+    """The memory stays the caller's; null is accepted."""
     need_init(RUNTIME_ERROR)
     if tensor != 0:
         destroy(TensorHandle, tensor, "tensor").forget_view()
@@ -102,46 +104,55 @@ def _give_copy(values: tuple[int, ...], pointer: Any, argument: str, count: Any,
 
 
 def aclGetViewShape(tensor: int, dims: Any, count: Any) -> None:
+    """A copy, which the caller frees with delete[]."""
     _give_copy(_tensor(tensor).shape, dims, "viewDims", count, "viewDimsNum")
 
 
 def aclGetViewStrides(tensor: int, strides: Any, count: Any) -> None:
+    """A copy, which the caller frees with delete[]."""
     _give_copy(_tensor(tensor).strides, strides, "stridesValue", count, "stridesNum")
 
 
 def aclGetStorageShape(tensor: int, dims: Any, count: Any) -> None:
+    """A copy, which the caller frees with delete[]."""
     _give_copy(_tensor(tensor).storage, dims, "storageDims", count, "storageDimsNum")
 
 
 def aclGetViewOffset(tensor: int, offset: Any) -> None:
+    """In elements."""
     handle = _tensor(tensor)
     need_pointer(offset, "offset", NULLPTR)
     offset[0] = handle.offset
 
 
 def aclGetFormat(tensor: int, format_: Any) -> None:
+    """The number that aclCreateTensor was given."""
     handle = _tensor(tensor)
     need_pointer(format_, "format", NULLPTR)
     format_[0] = handle.format
 
 
 def aclGetDataType(tensor: int, data_type: Any) -> None:
+    """The number of the dtype."""
     handle = _tensor(tensor)
     need_pointer(data_type, "dataType", NULLPTR)
     data_type[0] = NUMBERS[handle.dtype]
 
 
 def aclGetRawTensorAddr(tensor: int, address: Any) -> None:
+    """Where the storage begins, without the view's offset."""
     handle = _tensor(tensor)
     need_pointer(address, "addr", NULLPTR)
     address[0] = handle.address
 
 
 def aclSetRawTensorAddr(tensor: int, address: int) -> None:
+    """Other memory of the same size; executors that exist keep the former."""
     _tensor(tensor).move(address)
 
 
 def aclCreateTensorList(value: Any, size: int) -> int:
+    """The list holds the tensors' numbers; a null entry is allowed."""
     need_init()
     tensors = _array(value, size)
     for place, tensor in enumerate(tensors):
@@ -160,10 +171,12 @@ def aclDestroyTensorList(array: int) -> None:
 
 
 def aclGetTensorListSize(tensor_list: int, size: Any) -> None:
+    """How many entries it has."""
     _give_size(TensorList, tensor_list, "tensorList", size)
 
 
 def aclCreateScalar(value: int, data_type: int) -> int:
+    """The value is copied."""
     need_init()
     if value == 0:
         raise Failure(NULLPTR, "value must not be null")
@@ -174,6 +187,7 @@ def aclCreateScalar(value: int, data_type: int) -> int:
 
 
 def aclDestroyScalar(scalar: int) -> None:
+    """Null is accepted."""
     need_init(RUNTIME_ERROR)
     if scalar != 0:
         destroy(Scalar, scalar, "scalar")
@@ -204,41 +218,50 @@ def _give_size(kind: type, number: int, argument: str, size: Any) -> None:
 
 
 def aclCreateIntArray(value: Any, size: int) -> int:
+    """The values are copied."""
     need_init()
     return new(IntArray(_array(value, size)))
 
 
 def aclDestroyIntArray(array: int) -> None:
+    """Null is accepted."""
     _destroy_array(IntArray, array)
 
 
 def aclGetIntArraySize(array: int, size: Any) -> None:
+    """How many values it has."""
     _give_size(IntArray, array, "array", size)
 
 
 def aclCreateFloatArray(value: Any, size: int) -> int:
+    """The values are copied."""
     need_init()
     return new(FloatArray(_array(value, size)))
 
 
 def aclDestroyFloatArray(array: int) -> None:
+    """Null is accepted."""
     _destroy_array(FloatArray, array)
 
 
 def aclGetFloatArraySize(array: int, size: Any) -> None:
+    """How many values it has."""
     _give_size(FloatArray, array, "array", size)
 
 
 def aclCreateBoolArray(value: Any, size: int) -> int:
+    """The values are copied."""
     need_init()
     return new(BoolArray(_array(value, size)))
 
 
 def aclDestroyBoolArray(array: int) -> None:
+    """Null is accepted."""
     _destroy_array(BoolArray, array)
 
 
 def aclGetBoolArraySize(array: int, size: Any) -> None:
+    """How many values it has."""
     _give_size(BoolArray, array, "array", size)
 
 
@@ -253,6 +276,7 @@ def _executor(number: int) -> ExecutorHandle:
 
 
 def aclSetAclOpExecutorRepeatable(executor: int) -> None:
+    """The executor outlives its run; the caller destroys it."""
     need_init(RUNTIME_ERROR)
     _executor(executor).executor.repeatable = True
 
@@ -265,14 +289,17 @@ def aclDestroyAclOpExecutor(executor: int) -> None:
 
 
 def aclSetInputTensorAddr(executor: int, index: int, tensor: int, address: int) -> None:
+    """`index` counts the inputs."""
     _set_address(executor, index, tensor, address, "input")
 
 
 def aclSetOutputTensorAddr(executor: int, index: int, tensor: int, address: int) -> None:
+    """`index` counts the outputs."""
     _set_address(executor, index, tensor, address, "output")
 
 
 def aclSetTensorAddr(executor: int, index: int, tensor: int, address: int) -> None:
+    """`index` counts the inputs, then the outputs."""
     _set_address(executor, index, tensor, address, "tensor")
 
 
@@ -294,14 +321,17 @@ def _set_address(executor: int, index: int, tensor: int, address: int, kind: str
 
 
 def aclSetDynamicInputTensorAddr(executor: int, index: int, relative: int, tensors: int, address: int) -> None:
+    """No operator here has a list of tensors: always refused."""
     _set_list_address(executor, index, relative, tensors, address)
 
 
 def aclSetDynamicOutputTensorAddr(executor: int, index: int, relative: int, tensors: int, address: int) -> None:
+    """No operator here has a list of tensors: always refused."""
     _set_list_address(executor, index, relative, tensors, address)
 
 
 def aclSetDynamicTensorAddr(executor: int, index: int, relative: int, tensors: int, address: int) -> None:
+    """No operator here has a list of tensors: always refused."""
     _set_list_address(executor, index, relative, tensors, address)
 
 

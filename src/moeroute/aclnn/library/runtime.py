@@ -40,6 +40,7 @@ from moeroute.aclnn.library.handles import (
 
 
 def aclInit(config_path: int) -> None:
+    """The configuration file is not read."""
     with lock:
         if state.initialized:
             raise Failure(REPEAT_INITIALIZE, "aclInit must be called once; got another call before aclFinalize")
@@ -47,6 +48,7 @@ def aclInit(config_path: int) -> None:
 
 
 def aclFinalize() -> None:
+    """Frees everything; handles and device memory of the process are gone."""
     with lock:
         if not state.initialized:
             status = REPEAT_FINALIZE if state.finalized else UNINITIALIZE
@@ -61,6 +63,7 @@ def _need_device_id(device_id: int) -> None:
 
 
 def aclrtSetDevice(device_id: int) -> None:
+    """Counted: as many resets free the device."""
     need_init()
     _need_device_id(device_id)
     with lock:
@@ -68,6 +71,7 @@ def aclrtSetDevice(device_id: int) -> None:
 
 
 def aclrtGetDevice(device_id: Any) -> None:
+    """Always 0."""
     need_device()
     need_pointer(device_id, "deviceId")
     device_id[0] = 0
@@ -91,6 +95,7 @@ def aclrtResetDevice(device_id: int) -> None:
 
 
 def aclrtGetDeviceCount(count: Any) -> None:
+    """Always 1."""
     need_init()
     need_pointer(count, "count")
     count[0] = 1
@@ -107,6 +112,7 @@ def aclrtCreateContext(context: Any, device_id: int) -> None:
 
 
 def aclrtDestroyContext(context: int) -> None:
+    """Counts as a reset of the device."""
     need_init()
     with lock:
         destroy(Context, context, "context", INVALID_PARAM, RT_PARAM_INVALID)
@@ -114,12 +120,14 @@ def aclrtDestroyContext(context: int) -> None:
 
 
 def aclrtSetCurrentContext(context: int) -> None:
+    """Of this thread."""
     need_init()
     find(Context, context, RT_PARAM_INVALID, "context")
     thread.context = context
 
 
 def aclrtGetCurrentContext(context: Any) -> None:
+    """Of this thread; made where it has none."""
     need_device()
     need_pointer(context, "context")
     with lock:
@@ -136,12 +144,14 @@ def aclrtCtxSetSysParamOpt(option: int, value: int) -> None:
 
 
 def aclrtCreateStream(stream: Any) -> None:
+    """A handle alone: every call is done when it returns."""
     need_device()
     need_pointer(stream, "stream")
     stream[0] = new(Stream())
 
 
 def aclrtDestroyStream(stream: int) -> None:
+    """Nothing can be pending on it."""
     need_init()
     destroy(Stream, stream, "stream", INVALID_PARAM, RT_PARAM_INVALID)
 
@@ -158,11 +168,13 @@ def aclrtCreateStreamWithConfig(stream: Any, priority: int, flag: int) -> None:
 
 
 def aclrtSynchronizeStreamWithTimeout(stream: int, timeout: int) -> None:
+    """Nothing to wait for; the timeout is checked."""
     _need_timeout(timeout)
     aclrtSynchronizeStream(stream)
 
 
 def aclrtStreamQuery(stream: int, status: Any) -> None:
+    """Always complete."""
     aclrtSynchronizeStream(stream)
     need_pointer(status, "status")
     status[0] = 0  # complete
@@ -174,6 +186,7 @@ def _need_timeout(timeout: int) -> None:
 
 
 def aclrtSynchronizeDevice() -> None:
+    """Nothing to wait for."""
     need_device()
 
 
@@ -181,12 +194,14 @@ EVENT_FLAGS = 0x01 | 0x02 | 0x08 | 0x20 | 0x40
 
 
 def aclrtCreateEvent(event: Any) -> None:
+    """An event that is not recorded yet."""
     need_device()
     need_pointer(event, "event")
     event[0] = new(Event())
 
 
 def aclrtCreateEventWithFlag(event: Any, flag: int) -> None:
+    """Any sum of flags; an event here has only a time."""
     if flag & ~EVENT_FLAGS:
         raise Failure(RT_PARAM_INVALID, f"flag must be a sum of ACL_EVENT_ values; got {flag:#x}")
     aclrtCreateEvent(event)
@@ -196,6 +211,7 @@ aclrtCreateEventExWithFlag = aclrtCreateEventWithFlag
 
 
 def aclrtDestroyEvent(event: int) -> None:
+    """Null is refused."""
     need_init()
     destroy(Event, event, "event", INVALID_PARAM, RT_PARAM_INVALID)
 
@@ -209,21 +225,25 @@ def _event(event: int, argument: str = "event") -> Event:
 
 
 def aclrtRecordEvent(event: int, stream: int) -> None:
+    """The time of the call: everything before it is done."""
     found = _event(event)
     need_stream(stream)
     found.recorded = time.perf_counter()
 
 
 def aclrtSynchronizeEvent(event: int) -> None:
+    """Nothing to wait for, recorded or not."""
     _event(event)
 
 
 def aclrtSynchronizeEventWithTimeout(event: int, timeout: int) -> None:
+    """Nothing to wait for; the timeout is checked."""
     _need_timeout(timeout)
     _event(event)
 
 
 def aclrtStreamWaitEvent(stream: int, event: int) -> None:
+    """Nothing to wait for; both handles are checked."""
     _event(event)
     need_stream(stream)
 
@@ -236,12 +256,14 @@ def aclrtQueryEvent(event: int, status: Any) -> None:
 
 
 def aclrtQueryEventStatus(event: int, status: Any) -> None:
+    """1 complete, 0 not recorded yet."""
     found = _event(event)
     need_pointer(status, "status")
     status[0] = 1 if found.recorded is not None else 0
 
 
 def aclrtEventElapsedTime(milliseconds: Any, start: int, end: int) -> None:
+    """Milliseconds between two records, by the process's clock."""
     need_pointer(milliseconds, "ms")
     first, last = _event(start, "startEvent").recorded, _event(end, "endEvent").recorded
     if first is None or last is None:
@@ -254,11 +276,13 @@ def aclrtEventElapsedTime(milliseconds: Any, start: int, end: int) -> None:
 
 
 def aclrtMalloc(pointer: Any, size: int, policy: int) -> None:
+    """Host memory that counts as the device's; every policy is the same."""
     need_device()
     _allocate(pointer, "devPtr", size)
 
 
 def aclrtMallocHost(pointer: Any, size: int) -> None:
+    """The same memory as aclrtMalloc gives; operators take it too."""
     need_device()
     _allocate(pointer, "hostPtr", size)
 
@@ -282,11 +306,13 @@ def _allocate(pointer: Any, argument: str, size: int) -> None:
 
 
 def aclrtFree(address: int) -> None:
+    """The start of an allocation of aclrtMalloc or aclrtMallocHost."""
     need_device()
     _free(address, "devPtr")
 
 
 def aclrtFreeHost(address: int) -> None:
+    """As aclrtFree."""
     need_device()
     _free(address, "hostPtr")
 
@@ -304,6 +330,7 @@ def _free(address: int, argument: str) -> None:
 
 
 def aclrtMemcpy(to: int, room: int, source: int, count: int, kind: int) -> None:
+    """Device addresses must lie in one allocation with all `count` bytes; host addresses are not checked."""
     need_device()
     if kind not in range(5):
         raise Failure(RT_PARAM_INVALID, f"kind must be an aclrtMemcpyKind; got {kind}")
@@ -321,12 +348,14 @@ def aclrtMemcpy(to: int, room: int, source: int, count: int, kind: int) -> None:
 
 
 def aclrtMemcpyAsync(to: int, room: int, source: int, count: int, kind: int, stream: int) -> None:
+    """Done when it returns."""
     need_device()
     need_stream(stream)
     aclrtMemcpy(to, room, source, count, kind)
 
 
 def aclrtMemset(to: int, room: int, value: int, count: int) -> None:
+    """All `count` bytes must lie in one allocation."""
     need_device()
     if to == 0:
         raise Failure(INVALID_PARAM, "devPtr must not be null")
@@ -338,6 +367,7 @@ def aclrtMemset(to: int, room: int, value: int, count: int) -> None:
 
 
 def aclrtMemsetAsync(to: int, room: int, value: int, count: int, stream: int) -> None:
+    """Done when it returns."""
     need_device()
     need_stream(stream)
     aclrtMemset(to, room, value, count)
@@ -356,6 +386,7 @@ def aclrtGetMemInfo(attribute: int, free: Any, total: Any) -> None:
 
 
 def aclrtGetRunMode(mode: Any) -> None:
+    """Always ACL_HOST."""
     need_init()
     need_pointer(mode, "runMode")
     mode[0] = 1  # ACL_HOST

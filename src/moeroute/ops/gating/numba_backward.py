@@ -63,6 +63,7 @@ def gather_slots(target, source, stride, k, rows):
 
 @helper
 def gather_gradients(grads, source, token, k, rows):
+    """The tile's gradients, slot by slot, from rows of any of the three dtypes."""
     offset = token * source.stride
     if source.dtype == FLOAT32:
         gather_slots(grads, advance(source.data, offset), source.stride, k, rows)
@@ -102,6 +103,7 @@ def if_live(ids, i, block):
 
 @helper
 def softmax_over_blocks(chosen, ids, end):
+    """Softmax over the k slots of 64 tokens at once; slots without an expert count as +0."""
     top = splat(-INFINITY)
     for i in range(0, end, LANES):
         x = load(chosen, i)
@@ -262,6 +264,7 @@ def gating_backward(
     lo: int64,
     hi: int64,
 ):
+    """64 tokens at a time, one in each lane; the work space of a chunk is allocated here."""
     size, score = (k + TILE) * LANES, options.score
     work = np.empty(4 * size + LANES + num_experts, np.float32)
     chosen = pointer_to(work)

@@ -101,12 +101,14 @@ def widen(row, source, token, size, filler):
 
 @helper
 def narrow_row(target, row, size):
+    """Round `size` float32 elements to the dtype of `target`."""
     for j in range(0, size, LANES):
         store_part(target, j, load(row, j), min(LANES, size - j))
 
 
 @helper
 def narrow(target, token, row, size):
+    """Into the row of a token, of any of the three dtypes."""
     offset = token * target.stride
     if target.dtype == FLOAT32:
         narrow_row(advance(target.data, offset), row, size)
@@ -121,6 +123,7 @@ def narrow(target, token, row, size):
 
 @helper
 def softmax_row(scores, row, num_experts):
+    """Softmax of a row that is filled up with -inf; `row` is overwritten with the exponentials."""
     top = splat(-INFINITY)
     for j in range(0, num_experts, LANES):
         x = load(row, j)
@@ -195,6 +198,7 @@ def gather_chosen(chosen, scores, ids, score, k, num_experts):
 
 @helper
 def order_keys(value):
+    """`order_key` of a block."""
     b = bits(value + zeros())  # -0 becomes +0
     key = b ^ ((b >> ints(SIGN_SHIFT)) & ints(MAGNITUDE))
     return choose((b & ints(MAGNITUDE)) > ints(INFINITY_BITS), ints(NAN_KEY), key)
@@ -202,6 +206,7 @@ def order_keys(value):
 
 @helper
 def order_key(value):
+    """An int32 that orders as the float does: -0 equals +0, NaN above everything."""
     b = bits(value + ZERO)
     if (b & MAGNITUDE) > INFINITY_BITS:
         return NAN_KEY
@@ -210,6 +215,7 @@ def order_key(value):
 
 @helper
 def value_of_key(key):
+    """The float that `order_key` was made of; NaN has one key and comes back as one NaN."""
     return floats(np.int32(key ^ ((key >> SIGN_SHIFT) & MAGNITUDE)))
 
 
@@ -286,6 +292,7 @@ def mask_groups(keys, group_keys, kept, block_best, num_experts, options):
 
 @helper
 def select_row(ids, scores, bias, keys, num_experts, k, options):
+    """The k best experts of a row, best first, equal ones by smaller id."""
     block_best = advance(keys, num_experts + LANES)
     for j in range(0, num_experts, LANES):
         count = min(LANES, num_experts - j)
@@ -317,6 +324,7 @@ def gating_forward(
     lo: int64,
     hi: int64,
 ):
+    """One token after the other; the work space of a chunk is allocated here."""
     row_size, group_size = num_experts + LANES, options.num_groups + LANES
     members_size = num_experts // options.num_groups + LANES
     size = 2 * row_size + k + 2 * LANES + num_experts // LANES + 2 * group_size + 2 * members_size

@@ -34,6 +34,7 @@ VARYING = ["tokens", "k", "topk_groups", "renormalize"]  # not worth a kernel of
 
 @triton.jit
 def exp(x):
+    """The project's own exp (docs/arithmetic.md): the same operations as on the CPU, so the same bits."""
     x = tl.where(x > 89.0, 89.0, x)
     x = tl.where(x < -104.0, -104.0, x)
     shifted = x * 1.44269504 + 12582912.0
@@ -55,6 +56,7 @@ def exp(x):
 
 @triton.jit
 def sqrtsoftplus(x):
+    """The square root of log(1 + e^x), by a series for log1p; the same operations as on the CPU."""
     positive = x > 0.0
     u = exp(tl.where(positive, 0.0 - x, x))
     q = tl.math.div_rn(u, u + 2.0)
@@ -72,6 +74,7 @@ def sqrtsoftplus(x):
 
 @triton.jit
 def sqrtsoftplus_slope(s):
+    """The derivative by the score s itself: (1 - e^(-s^2)) / 2s, by a series where s^2 < 1/2."""
     z = s * s
     p = z * (-1.0 / 40320.0) + (1.0 / 5040.0)
     p = p * z + (-1.0 / 720.0)
@@ -135,6 +138,7 @@ def add_in_order(total, x):
 
 @triton.jit
 def order_key(value):
+    """An int32 that orders as the float does: -0 equals +0, NaN above everything."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)  # -0 becomes +0
     return tl.where(value == value, bits ^ ((bits >> 31) & MAGNITUDE), MAGNITUDE)
 
@@ -147,6 +151,7 @@ def place_of(key, index):
 
 @triton.jit
 def value_of_key(key):
+    """The float that `order_key` was made of; NaN has one key and comes back as one NaN."""
     return (key ^ ((key >> 31) & MAGNITUDE)).to(tl.float32, bitcast=True)
 
 
@@ -265,6 +270,7 @@ def gating_scores(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Scores of rows that are too long for one tile; `gating_sort` then selects from them."""
     row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     live = row < tokens
     logits_row = logits + row * logits_stride
@@ -459,6 +465,7 @@ def sum_of_weights(
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
+    """The sum of the chosen weights in the order of the slots, as a column."""
     found = tl.zeros((ROWS,), tl.float32)
     for start in range(0, k, SLOTS):
         slot = start + tl.arange(0, SLOTS)[None, :]

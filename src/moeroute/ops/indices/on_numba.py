@@ -80,6 +80,7 @@ def live_rows(
     lo: int64,
     hi: int64,
 ):
+    """Count the used rows of each expert; every expert has `rows_per_expert` of them."""
     for e in range(lo, hi):
         count = int64(0)
         for r in range(e * rows_per_expert, (e + 1) * rows_per_expert):
@@ -161,6 +162,7 @@ def deal_chunks(
 def map_offsets(
     slot_offsets: int32_ptr, row_id_map: element_ptr, num_experts: int64, num_rows: int64, lo: int64, hi: int64
 ):
+    """First slot of each token: the counts in the last column of the map, limited to what the map can hold."""
     slot = int64(0)
     for t in range(lo, hi):
         slot_offsets[t] = np.int32(slot)
@@ -181,6 +183,7 @@ def read_map(
     lo: int64,
     hi: int64,
 ):
+    """Rows and experts of each token's slots; a pair that is out of range becomes -1, -1."""
     for t in range(lo, hi):
         first = int64(slot_offsets[t])
         line = t * (2 * num_experts + 1)
@@ -207,6 +210,7 @@ def write_map(
     lo: int64,
     hi: int64,
 ):
+    """Each token's line of the map: rows, experts, count; -1 behind the used entries."""
     for t in range(lo, hi):
         line = t * (2 * num_experts + 1)
         count = int64(0)

@@ -36,6 +36,7 @@ def narrow_rows(
     EXPERTS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
+    """Rows and experts as int32, out of range as -1; of slots with the same row the last one owns it."""
     at = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
     inside = at < num_slots
     row = inside_or_none(tl.load(rows + at, mask=inside, other=-1).to(tl.int64), first_row, num_rows)
@@ -172,6 +173,7 @@ def read_map(
     PAD: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
+    """Rows and experts of each token's slots; of slots with the same row the last one owns it."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     valid = token < num_tokens
     first = tl.load(slot_offsets + token, mask=valid, other=0)
@@ -205,6 +207,7 @@ def write_map(
     num_rows,
     TOKENS: tl.constexpr,
 ):
+    """Each token's line of the map. The launcher has filled `out` with -1."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     valid = token < num_tokens
     first = tl.maximum(tl.load(slot_offsets + token, mask=valid, other=0), 0)

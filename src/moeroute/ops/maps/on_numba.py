@@ -34,6 +34,7 @@ def count_true(
     lo: int64,
     hi: int64,
 ):
+    """Count the true entries of each token, into `slot_offsets[t + 1]`."""
     for t in range(lo, hi):
         count = np.int32(0)
         for e in range(num_experts):
@@ -131,6 +132,7 @@ def count_fill(
     lo: int64,
     hi: int64,
 ):
+    """Count, in each chunk of tokens, the true entries of each expert that are left."""
     experts = last_expert - first_expert
     for c in range(lo, hi):
         base = c * experts
@@ -209,6 +211,7 @@ def fill(
     lo: int64,
     hi: int64,
 ):
+    """Number slots and rows where each expert takes its true tokens first, then its first false ones."""
     experts = last_expert - first_expert
     for c in range(lo, hi):
         slot = first_slots[c]

@@ -40,6 +40,7 @@ def count_map(
     STAYS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
+    """Count the true entries of each expert in the program's tokens; also clear `slot_of_row`."""
     block = tl.program_id(0).to(tl.int64)
     t = block * TOKENS + tl.arange(0, TOKENS)
     width = num_experts
@@ -80,6 +81,7 @@ def deal_map(
     first, last, num_tokens, num_experts, taken, align, topk, num_slots,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, STAYS: tl.constexpr, FILL: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
+    """Number the slots of the program's tokens (first pass), then give each its row (second pass)."""
     block = tl.program_id(0).to(tl.int64)
     t = block * TOKENS + tl.arange(0, TOKENS)
     line = block * num_experts

@@ -50,11 +50,14 @@ COPY_BYTES = 256  # bytes of one `copy`
 
 @intrinsic
 def zeros(typingctx):
+    """A block of +0."""
     return block_type(), lambda context, builder, sig, args: constant_block(F32, 0.0)
 
 
 @intrinsic
 def splat(typingctx, value):
+    """The same float32 in every lane."""
+
     def codegen(context, builder, sig, args):
         undefined = ir.Constant(BLOCK, ir.Undefined)
         first = builder.insert_element(undefined, args[0], ir.Constant(I32, 0))
@@ -65,6 +68,8 @@ def splat(typingctx, value):
 
 @intrinsic
 def load(typingctx, pointer, offset):
+    """64 elements from any address, widened to float32."""
+
     def codegen(context, builder, sig, args):
         kind = sig.args[0].kind
         return widened(builder, kind, builder.load(vector_address(builder, *args, STORAGE[kind]), align=1))
@@ -101,6 +106,7 @@ def _storing(align, streaming):
 
 @intrinsic
 def store(typingctx, pointer, offset, value):
+    """64 elements to any address, rounded to what the pointer points to."""
     return types.void(pointer, types.int64, block_type), _storing(1, streaming=False)
 
 
@@ -112,6 +118,8 @@ def stream(typingctx, pointer, offset, value):
 
 @intrinsic
 def store_tail(typingctx, pointer, offset, value, count):
+    """The first `count` < 64 lanes; memory behind them is not touched. For 16- and 32-bit floats only."""
+
     def codegen(context, builder, sig, args):
         kind = sig.args[0].kind
         narrowed = narrowed_to(builder, kind, args[2])

@@ -26,6 +26,7 @@ S7, S6, S5, S4, S3, S2, S1 = (np.float32(c) for c in (-1 / 40320, 1 / 5040, -1 /
 
 @helper
 def exp(x):
+    """The project's own exp (docs/arithmetic.md): the same operations as in Triton, so the same bits."""
     x = choose(x > splat(EXP_HIGH), splat(EXP_HIGH), x)
     x = choose(splat(EXP_LOW) > x, splat(EXP_LOW), x)
     shifted = x * splat(LOG2_E) + splat(MAGIC)
@@ -47,11 +48,13 @@ def exp(x):
 
 @helper
 def sigmoid(x):
+    """1 / (1 + e^-x)."""
     return splat(ONE) / (splat(ONE) + exp(zeros() - x))
 
 
 @helper
 def sqrtsoftplus(x):
+    """The square root of log(1 + e^x), by a series for log1p; the same operations as in Triton."""
     positive = x > zeros()
     u = exp(choose(positive, zeros() - x, x))
     q = u / (splat(TWO) + u)
@@ -69,11 +72,13 @@ def sqrtsoftplus(x):
 
 @helper
 def sigmoid_slope(s):
+    """The derivative by the score s itself."""
     return s * (splat(ONE) - s)
 
 
 @helper
 def sqrtsoftplus_slope(s):
+    """The derivative by the score s itself: (1 - e^(-s^2)) / 2s, by a series where s^2 < 1/2."""
     z = s * s
     p = splat(S7) * z + splat(S6)
     p = p * z + splat(S5)

@@ -17,6 +17,7 @@ def _mode_of(builder):
 
 
 def set_mode(builder, mode):
+    """Emit the instruction that sets the mode; none where the processor is unknown."""
     # Memory is named as changed, so that loads and stores, and what is computed between them, stay on their side.
     _, setting, _ = _mode_of(builder)
     if setting and "mxcsr" in setting:

@@ -95,6 +95,7 @@ def ints(typingctx, value):
 
 @intrinsic
 def lane_numbers(typingctx):
+    """0, 1, ... 63."""
     return int_block_type(), lambda context, builder, sig, args: ir.Constant(int_block_type.vector, list(range(LANES)))
 
 
@@ -128,6 +129,7 @@ def choose(typingctx, mask, yes, no):
 
 @intrinsic
 def lanes_below(typingctx, count):
+    """True in the first `count` lanes."""
     return mask_type(types.int64), lambda context, builder, sig, args: first_lanes(builder, args[0])
 
 
@@ -149,6 +151,8 @@ def lowest_bit(typingctx, word):
 
 @intrinsic
 def load_ints(typingctx, pointer, offset):
+    """64 int32 from any address."""
+
     def codegen(context, builder, sig, args):
         return builder.load(vector_address(builder, *args, I32), align=1)
 
@@ -157,6 +161,8 @@ def load_ints(typingctx, pointer, offset):
 
 @intrinsic
 def store_ints(typingctx, pointer, offset, value):
+    """64 int32 to any address."""
+
     def codegen(context, builder, sig, args):
         builder.store(args[2], vector_address(builder, args[0], args[1], I32), align=1)
         return context.get_dummy_value()

@@ -45,10 +45,12 @@ STORAGE = {
 
 
 def vector_of(element: ir.Type) -> ir.VectorType:
+    """LLVM's vector of 64 such elements."""
     return ir.VectorType(element, LANES)
 
 
 def constant_block(element: ir.Type, value: float) -> ir.Constant:
+    """The same constant in every lane."""
     return ir.Constant(vector_of(element), [value] * LANES)
 
 
@@ -101,6 +103,7 @@ class BlockModel(models.PrimitiveModel):
 
 @unbox(Pointer)
 def unbox_pointer(typ, obj, c):
+    """A pointer argument from a Python integer."""
     address = c.pyapi.long_as_ulonglong(obj)
     return NativeValue(address, is_error=cgutils.is_not_null(c.builder, c.pyapi.err_occurred()))
 
@@ -109,10 +112,12 @@ def unbox_pointer(typ, obj, c):
 
 
 def element_address(builder, pointer, offset, element):
+    """The address of an element; `pointer` is an integer in LLVM."""
     return builder.gep(builder.inttoptr(pointer, element.as_pointer()), [offset])
 
 
 def vector_address(builder, pointer, offset, element, lanes=LANES):
+    """The address of `lanes` elements from `offset` on."""
     address = element_address(builder, pointer, offset, element)
     return builder.bitcast(address, ir.VectorType(element, lanes).as_pointer())
 
@@ -128,6 +133,7 @@ def first_lanes(builder, count, lanes=LANES):
 
 
 def masked_load(builder, address, mask, vector):
+    """The lanes of the mask from memory that need not exist elsewhere; +0 in the others."""
     name = f"llvm.masked.load.v{vector.count}{vector.element.intrinsic_name}.p0"
     mask_type = ir.VectorType(ir.IntType(1), vector.count)
     function = cgutils.get_or_insert_function(
@@ -137,6 +143,7 @@ def masked_load(builder, address, mask, vector):
 
 
 def masked_store(builder, address, mask, value):
+    """The lanes of the mask; memory under the others need not exist."""
     vector = value.type
     name = f"llvm.masked.store.v{vector.count}{vector.element.intrinsic_name}.p0"
     mask_type = ir.VectorType(ir.IntType(1), vector.count)
@@ -259,6 +266,7 @@ class PointerGetItem(AbstractTemplate):
 
 @lower_builtin(operator.getitem, Pointer, types.Integer)
 def pointer_getitem(context, builder, sig, args):
+    """`pointer[i]`, 16-bit floats as float32."""
     kind = sig.args[0].kind
     return widened(builder, kind, builder.load(element_address(builder, *args, STORAGE[kind])))
 
@@ -274,6 +282,7 @@ class PointerSetItem(AbstractTemplate):
 
 @lower_builtin(operator.setitem, Pointer, types.Integer, types.Number)
 def pointer_setitem(context, builder, sig, args):
+    """`pointer[i] = value`, rounded to what the pointer points to."""
     kind = sig.args[0].kind
     builder.store(narrowed_to(builder, kind, args[2]), element_address(builder, args[0], args[1], STORAGE[kind]))
     return context.get_dummy_value()
@@ -292,6 +301,8 @@ def advance(typingctx, pointer, elements):
 
 @intrinsic
 def is_null(typingctx, pointer):
+    """Whether an absent tensor was passed: its address is 0."""
+
     def codegen(context, builder, sig, args):
         return builder.icmp_unsigned("==", args[0], ir.Constant(I64, 0))
 

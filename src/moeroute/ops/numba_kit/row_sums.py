@@ -1,6 +1,6 @@
 """Kernel helpers that several rooms use: part of a row as a block, and the dot product of two rows."""
 
-from moeroute.ops.numba_kit.blocks import load, load_tail, pairwise, store, store_tail, zeros
+from moeroute.ops.numba_kit.blocks import load, load_tail, pairwise, store, store_tail, stream, zeros
 from moeroute.ops.numba_kit.helpers import helper
 from moeroute.ops.numba_kit.pointers import LANES
 
@@ -11,6 +11,15 @@ def load_part(pointer, offset, count):
     if count == LANES:
         return load(pointer, offset)
     return load_tail(pointer, offset, count)
+
+
+@helper
+def store_block(out, offset, block, streaming):
+    """Store a block; a streaming store goes past the cache."""
+    if streaming:
+        stream(out, offset, block)
+    else:
+        store(out, offset, block)
 
 
 @helper

@@ -39,6 +39,7 @@ def count(
     lo: int64,
     hi: int64,
 ):
+    """Count the ids of each expert in each chunk of the slots; ids out of range count nowhere."""
     experts = last_expert - first_expert
     for c in range(lo, hi):
         base = c * experts
@@ -103,6 +104,7 @@ def deal(
     lo: int64,
     hi: int64,
 ):
+    """Give every slot of the chunk its row. `counts` holds the next free row of each expert and is advanced."""
     experts = last_expert - first_expert
     ends = chunks * experts
     for c in range(lo, hi):

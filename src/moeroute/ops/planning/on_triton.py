@@ -64,6 +64,7 @@ def count(
     HISTOGRAM: tl.constexpr,
     PIECE: tl.constexpr,
 ):
+    """Count the program's ids by expert; also clear `slot_of_row`, which a later kernel fills."""
     block = tl.program_id(0).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     experts = last - first
@@ -78,6 +79,7 @@ def count(
 
 @triton.jit(do_not_specialize=["blocks", "width"])
 def scan_blocks(before, totals, counts, blocks, width, SCAN_BLOCKS: tl.constexpr, SCAN_EXPERTS: tl.constexpr):
+    """Sums over the earlier programs of each expert, and the totals, in order."""
     e = tl.program_id(0) * SCAN_EXPERTS + tl.arange(0, SCAN_EXPERTS)
     running = tl.zeros((SCAN_EXPERTS,), tl.int32)
     for first in range(0, blocks, SCAN_BLOCKS):
@@ -149,6 +151,7 @@ def deal(
     row_of_slot, slot_of_row, ids, before, starts, tokens, first, last, num_slots,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
+    """Give every slot of the program its row: earlier programs, then earlier slots of this one."""
     block = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     at = block * BLOCK + place
@@ -225,6 +228,7 @@ def plan_small(
 
 @triton.jit(do_not_specialize=["experts", "num_slots"])
 def deal_sorted(row_of_slot, slot_of_row, keys, slots, first, starts, tokens, experts, num_slots, PIECE: tl.constexpr):
+    """`deal` for slots sorted by expert: the rank is the distance from the expert's first slot."""
     at = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
     inside = at < num_slots
     e = tl.load(keys + at, mask=inside, other=0)
@@ -239,6 +243,7 @@ def deal_sorted(row_of_slot, slot_of_row, keys, slots, first, starts, tokens, ex
 
 @triton.jit(do_not_specialize=["num_slots", "num_rows"])
 def deal_any(row_of_slot, slot_of_row, keys, slots, num_slots, num_rows, PIECE: tl.constexpr):
+    """Rows of slots sorted by key, where the number of experts is unknown: row i is the i-th live slot."""
     at = tl.program_id(0).to(tl.int64) * PIECE + tl.arange(0, PIECE)
     inside = at < num_slots
     live = tl.load(keys + at, mask=inside, other=0) < 0
@@ -256,10 +261,12 @@ def given(option: int | None) -> int:
 
 
 def nothing(like: Tensor, size: int) -> Tensor:
+    """A new int32 tensor of -1."""
     return torch.full((size,), -1, dtype=torch.int32, device=like.device)
 
 
 def add_up_blocks(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over the earlier programs, and totals, of counts [programs, E]; both are allocated here."""
     blocks, width = counts.shape
     before, totals = torch.empty_like(counts), empty_like(counts, width)
     lines = min(power_of_two(blocks), SCAN_BLOCKS) if INTERPRETED else SCAN_BLOCKS

@@ -45,6 +45,7 @@ def bin_of(ids, at, inside, first, last):
 
 @triton.jit
 def sort_key(ids, weights, at, inside, first, last, columns, KIND: tl.constexpr, MAP: tl.constexpr):
+    """The integer to sort by: the expert, experts out of range last; below it, where weights decide, their order."""
     i = tl.load(ids + at, mask=inside, other=0).to(tl.int64)
     if MAP:
         i = tl.where(i != 0, at % columns, -1)
@@ -154,6 +155,7 @@ def keep_heaviest(
 
 
 def empty_like(like: Tensor, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Uninitialised memory on the device of `like`."""
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 

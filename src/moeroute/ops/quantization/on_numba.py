@@ -121,6 +121,7 @@ def dynamic_kernel(
     lo: int64,
     hi: int64,
 ):
+    """Quantise each row by its own largest magnitude; one row is made in `work`, then copied."""
     work = np.empty(hidden // 4 + LANES, np.float32)
     made = retyped(pointer_to(work), "uint8")
     for r in range(lo, hi):
@@ -144,6 +145,7 @@ def static_kernel(
     lo: int64,
     hi: int64,
 ):
+    """`round(x * scale + offset)` with one scale and one offset for all rows."""
     work = np.empty(hidden // 4 + LANES, np.float32)
     made = retyped(pointer_to(work), "uint8")
     factor, summand = splat(scale[0]), splat(offset[0])
@@ -200,6 +202,7 @@ def spread_quantized_kernel(
     lo: int64,
     hi: int64,
 ):
+    """Quantise a token once and copy it to each of its rows; again only where the factors change."""
     work = np.empty(hidden // 4 + LANES, np.float32)
     made = retyped(pointer_to(work), "uint8")
     for t in range(lo, min(hi, slots.num_tokens)):

@@ -57,6 +57,7 @@ def scale_of(x_at, smooth, smooth_at, expert_of_row, live, known, hidden, ROWS: 
 
 @triton.jit
 def quotients(x_at, smooth, smooth_at, expert_of_row, hidden, column, inside, known, scale):
+    """`x * smooth / scale` as int8; the division is exact (`div_rn`)."""
     values = smoothed(x_at, smooth, smooth_at, expert_of_row, hidden, column, inside, known)
     return nearest_int8(tl.math.div_rn(values, tl.broadcast_to(scale[:, None], values.shape)))
 
@@ -83,6 +84,7 @@ def dynamic_kernel(
     out, scales, rows, smooth, expert_of_row, num_rows, num_experts, hidden, out_stride, rows_stride,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Quantise each row by its own largest magnitude; the row is read twice."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = (row >= 0) & (row < num_rows)
     x_at = rows + row.to(tl.int64)[:, None] * rows_stride
@@ -105,6 +107,7 @@ def dynamic_kernel(
 def static_kernel(
     out, rows, scale, offset, num_rows, hidden, out_stride, rows_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """`round(x * scale + offset)` with one scale and one offset for all rows."""
     blocks = tl.cdiv(hidden, BLOCK)
     row = tl.program_id(0) // blocks * ROWS + tl.arange(0, ROWS)
     column = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]

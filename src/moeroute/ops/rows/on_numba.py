@@ -21,15 +21,13 @@ from moeroute.ops.numba_kit.blocks import (
     pairwise,
     prefetch,
     splat,
-    store,
     store_tail,
-    stream,
     zeros,
 )
 from moeroute.ops.numba_kit.helpers import helper
 from moeroute.ops.numba_kit.launch import FLOATS, SERIAL_WORK, element_ptr, kernel
 from moeroute.ops.numba_kit.pointers import ALIGNMENT, LANES, float32_ptr, is_null, uint8_ptr
-from moeroute.ops.numba_kit.row_sums import dot_row, load_part, store_part
+from moeroute.ops.numba_kit.row_sums import dot_row, load_part, store_block, store_part
 from moeroute.ops.numba_kit.slots import ZERO, Rows, Slots, first_slot, zero_unowned_slots
 from moeroute.plan import PlanTensors
 
@@ -58,18 +56,11 @@ def prefetch_ahead(rows, slots, slot, next_slot, at, ahead, hidden):
         prefetch(rows.data, asked + LANES)
 
 
-@helper
-def store_block(out, offset, block, streaming):
-    if streaming:
-        stream(out, offset, block)
-    else:
-        store(out, offset, block)
-
-
 @kernel(keys=FLOATS)
 def combine_plain(
     out: Rows, rows: Rows, slots: Slots, hidden: int64, ahead: int64, streaming: int64, lo: int64, hi: int64
 ):
+    """Sum of each token's rows, in the order of its slots."""
     whole = hidden - hidden % (2 * LANES)
     for t in range(lo, hi):
         first, last = first_slot(slots, t), first_slot(slots, t + 1)
@@ -107,6 +98,7 @@ def combine_weighted(
     lo: int64,
     hi: int64,
 ):
+    """Weighted sum of each token's rows; a row of weight 0 is not read."""
     whole = hidden - hidden % (2 * LANES)
     for t in range(lo, hi):
         first, last = first_slot(slots, t), first_slot(slots, t + 1)
@@ -147,6 +139,7 @@ def combine_biased(
     lo: int64,
     hi: int64,
 ):
+    """The general sum: initial rows, a bias for each expert, weights; each may be absent."""
     for t in range(lo, hi):
         first, last = first_slot(slots, t), first_slot(slots, t + 1)
         for h in range(0, hidden, LANES):
@@ -226,6 +219,7 @@ def spread_bytes(
 
 @helper
 def scale_row(out, out_offset, x, x_offset, weight, hidden, streaming):
+    """`weight * x`, rounded to the dtype of `out`."""
     whole = hidden - hidden % LANES
     for h in range(0, whole, LANES):
         store_block(out, out_offset + h, splat(weight) * load(x, x_offset + h), streaming)
@@ -247,6 +241,7 @@ def spread_weighted(
     lo: int64,
     hi: int64,
 ):
+    """Each token times a slot's weight, into that slot's row; zeros into rows that no slot fills."""
     for t in range(lo, min(hi, slots.num_tokens)):
         for s in range(first_slot(slots, t), first_slot(slots, t + 1)):
             r = slots.row_of_slot[s]
@@ -271,6 +266,7 @@ def row_dots_kernel(
     lo: int64,
     hi: int64,
 ):
+    """Dot product of each slot's row (plus its expert's bias) with its token; 0 for a slot without a row."""
     for t in range(lo, min(hi, slots.num_tokens)):
         for s in range(first_slot(slots, t), first_slot(slots, t + 1)):
             r = slots.row_of_slot[s]
@@ -348,6 +344,7 @@ def spread_dots_kernel(
     lo: int64,
     hi: int64,
 ):
+    """`spread_weighted` and `row_dots` in one pass over x."""
     for t in range(lo, min(hi, slots.num_tokens)):
         for s in range(first_slot(slots, t), first_slot(slots, t + 1)):
             r = slots.row_of_slot[s]

@@ -70,6 +70,7 @@ def token_of_slot_kernel(token_of_slot, slot_offsets, num_tokens, num_slots, ste
 
 @triton.jit
 def token_of(token_of_slot, topk, slot, valid):
+    """The token of each slot: computed where all tokens have `topk` slots, else read."""
     if token_of_slot is None:
         return tl.where(valid, slot // tl.maximum(topk, 1), -1)
     else:
@@ -85,6 +86,7 @@ def combine_kernel(
     num_rows, num_experts, hidden, out_stride, rows_stride, init_stride, init_more_stride,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
+    """Sums of each token's rows in the order of its slots; absent tensors are None and cost nothing."""
     blocks = tl.cdiv(hidden, BLOCK)
     token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
     column = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]

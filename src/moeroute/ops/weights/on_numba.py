@@ -20,6 +20,7 @@ bits_ptr = Keyed(lambda size: POINTER[BITS[size]])
 
 @kernel(keys=BITS)
 def take_elements(out: bits_ptr, values: bits_ptr, index: int32_ptr, num_values: int64, lo: int64, hi: int64):
+    """`out[i] = values[index[i]]`; 0 where the index is out of range."""
     for i in range(lo, hi):
         j = index[i]
         if 0 <= j < num_values:
@@ -30,6 +31,7 @@ def take_elements(out: bits_ptr, values: bits_ptr, index: int32_ptr, num_values:
 
 @kernel(keys=FLOATS)
 def take_slot_weights(out: element_ptr, weights: Rows, slots: Slots, num_experts: int64, lo: int64, hi: int64):
+    """The weight of each slot's token and expert; 0 for a slot without an expert."""
     for t in range(lo, min(hi, slots.num_tokens)):
         for s in range(first_slot(slots, t), first_slot(slots, t + 1)):
             e = slots.expert_of_slot[s]
@@ -51,6 +53,7 @@ def put_slot_weights(
     lo: int64,
     hi: int64,
 ):
+    """A line [E] of each token from its slots; equal experts are added up, or the last one stays."""
     for t in range(lo, hi):
         for e in range(num_experts):
             out[t * out_stride + e] = ZERO
@@ -65,6 +68,7 @@ def put_slot_weights(
 
 @kernel()
 def put_routing_map(out: uint8_ptr, width: int64, slots: Slots, num_experts: int64, bits: int64, lo: int64, hi: int64):
+    """The map's line of each token: a byte for each expert, or one bit, the lowest first."""
     for t in range(lo, hi):
         row = advance(out, t * width)
         for i in range(width):

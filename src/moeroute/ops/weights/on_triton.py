@@ -15,6 +15,7 @@ from moeroute.plan import PlanTensors
 
 @triton.jit(do_not_specialize=["num_values", "size"])
 def take_kernel(out, values, index, num_values, size, BLOCK: tl.constexpr):
+    """`out[i] = values[index[i]]`; 0 where the index is out of range."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (i >= 0) & (i < size)
     at = tl.load(index + i, mask=inside, other=-1)
@@ -35,6 +36,7 @@ def slot_weights_kernel(
     weights_stride,
     SLOTS: tl.constexpr,
 ):
+    """The weight of each slot's token and expert; 0 for a slot without an expert."""
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     valid = (slot >= 0) & (slot < num_slots)
     token = token_of(token_of_slot, topk, slot, valid)
@@ -59,6 +61,7 @@ def slot_weights_backward_kernel(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """A line [E] of each token from its slots; equal experts are added up, or the last one stays."""
     blocks = tl.cdiv(num_experts, BLOCK)
     token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
     column = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]
@@ -83,6 +86,7 @@ def routing_map_kernel(
     out, expert_of_slot, slot_offsets, num_tokens, topk, num_slots, num_experts, width,
     PACKED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """The map's line of each token: a byte for each expert, or one bit, the lowest first."""
     blocks = tl.cdiv(width, BLOCK)
     token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)
     column = (tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK))[None, :]

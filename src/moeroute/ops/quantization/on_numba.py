@@ -169,6 +169,7 @@ def spread_static_kernel(
     lo: int64,
     hi: int64,
 ):
+    """Quantise a token once, by one scale and one offset, and copy it to each of its rows."""
     work = np.empty(hidden // 4 + LANES, np.float32)
     made = retyped(pointer_to(work), "uint8")
     factor, summand = splat(scale[0]), splat(offset[0])

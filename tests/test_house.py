@@ -61,7 +61,7 @@ FLOORS = (
     ("",),  # the package: its names for users
     ("nn", "testing"),
     ("bench", "verify"),
-    ("peers",),
+    ("npu", "peers"),
     ("report",),
     ("cli",),
     ("__main__",),

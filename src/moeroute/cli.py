@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument("--threads", type=_positive, help="default: torch's")
     bench.add_argument("--out", type=Path, default=Path("out"), help="folder for JSON and chart (default: out)")
     bench.add_argument("--peers", action="store_true", help="against the libraries whose names moeroute.interop has")
+    bench.add_argument("--npu", action="store_true", help="torch_npu's routing functions against the core verbs")
     bench.add_argument("--check", action="store_true", help="exit with 1 where a promised bound does not hold")
     bench.set_defaults(run=_bench)
 
@@ -195,6 +196,8 @@ def _bench(chosen: argparse.Namespace) -> int:
         torch.set_num_threads(chosen.threads)
     if chosen.peers:
         return _bench_peers(chosen)
+    if chosen.npu:
+        return _bench_npu(chosen)
     names = [case.name for case in testing.CASES if chosen.only in case.name]
     if chosen.only in "memory":
         names.append("memory")
@@ -229,6 +232,17 @@ def _bench_peers(chosen: argparse.Namespace) -> int:
         raise SystemExit(f"moeroute bench --peers needs {' and '.join(absent)}: pip install '.[hosts]' in a clone")
     results = peers.run(cases, chosen.seconds)
     report.print_peers(results, bench.about())
+    return _missed(results, chosen.check)
+
+
+def _bench_npu(chosen: argparse.Namespace) -> int:
+    from moeroute import bench, npu, report
+
+    cases = [case for case in npu.CASES if chosen.only in case.name]
+    if not cases:
+        raise SystemExit(f"moeroute bench: no case's name contains {chosen.only!r}")
+    results = npu.run(cases, chosen.seconds)
+    report.print_npu(results, bench.about())
     return _missed(results, chosen.check)
 
 

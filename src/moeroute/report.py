@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moeroute.bench import Summary
+    from moeroute.npu import Result as NamedResult
     from moeroute.peers import Result
 
 
@@ -117,6 +118,29 @@ def print_peers(results: Sequence["Result"], about: dict[str, Any]) -> None:
             table.add_row(result.case.name if ours else "", name, f"{seconds * 1e3:,.1f} ms", times, memory, verdict)
         for name, reason in result.not_run.items():
             table.add_row("", name, "–", "–", "–", reason)
+    Console(width=max(Console().width, 150)).print(table)
+
+
+def print_npu(results: Sequence["NamedResult"], about: dict[str, Any]) -> None:
+    """Print the table of `bench --npu`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{about['processor']}, {about['threads']} threads, torch {about['torch']}, {about['date']}")
+    table.add_column("function", no_wrap=True)
+    for heading in ("time", "core verbs", "slower by", "of the roof"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("bounds")
+    for result in results:
+        roof = result.ratios.get("roof")
+        table.add_row(
+            result.case.name,
+            f"{result.named * 1e6:,.0f} µs",
+            f"{result.core * 1e6:,.0f} µs",
+            f"{result.named / result.core - 1:+.1%}",
+            "–" if roof is None else f"{roof:.2f}",
+            "[green]hold[/]" if not result.missed else "[red]" + "; ".join(result.missed) + "[/]",
+        )
     Console(width=max(Console().width, 150)).print(table)
 
 

@@ -335,9 +335,11 @@ def npu_moe_token_unpermute_with_routing_map_grad(
 def sorted_plan(indices: Tensor) -> RoutingPlan:
     """All slots in the stable order of their ids, the negative ones first, as a sort has them."""
     slots = indices.numel()
-    if not torch.compiler.is_compiling() and slots and not indices.is_meta and bool((indices < 0).any()):
-        indices = indices.to(torch.int64) - indices.min().to(torch.int64)
-    return plan_from_expert_ids(indices, None, num_rows=slots)
+    plan = plan_from_expert_ids(indices, None, num_rows=slots)
+    if torch.compiler.is_compiling() or not slots or indices.is_meta or int(plan.slot_of_row[-1]) >= 0:
+        return plan
+    # A slot of a negative id has no row, so the last row is free: nothing else needs to be looked at.
+    return plan_from_expert_ids(indices.to(torch.int64) - indices.min().to(torch.int64), None, num_rows=slots)
 
 
 def cut(plan: RoutingPlan, num_rows: int) -> RoutingPlan:
@@ -370,11 +372,14 @@ def _table(
     experts = None
     if routing_map is not None and num_tokens:
         topk = rows.numel() // num_tokens
-        ragged = bool((routing_map.ne(0).sum(1) != topk).any())
-        if ragged and not bool((rows < 0).any()):
+        marks = plan_from_routing_map(routing_map, topk=topk)
+        experts = marks.expert_of_slot
+        assert experts is not None  # noqa: S101 - for the type checker: the plan of a map has them
+        # A token with fewer than K marks has none in its last slot; where no token has, the number tells of more.
+        short = topk > 0 and int(experts[topk - 1 :: topk].min()) < 0
+        if (short or marks.num_rows != rows.numel()) and not bool((rows < 0).any()):
             raise refused(name, "routing_map", f"of K = {topk} experts for each token", "another number for some")
-        if probs is not None:
-            experts = plan_from_routing_map(routing_map, topk=topk, num_rows=0).expert_of_slot
+        experts = None if probs is None else experts
     elif probs is not None and num_tokens:
         raise refused(name, "routing_map", "given with probs", None)
     return plan_from_row_of_slot(rows, num_tokens, num_rows, expert_of_slot=experts)

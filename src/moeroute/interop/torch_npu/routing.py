@@ -139,10 +139,11 @@ def npu_moe_init_routing(
     check.integer(name, "active_num", active_num, 0)
     slots = num_tokens * topk
     order = sorted_plan(expert_idx).slot_of_row
-    numbered = plan_from_row_of_slot(row_idx.reshape(-1)[order], slots, slots)  # entry i: the slot number in row i
+    in_order = row_idx.reshape(-1).index_select(0, order)  # entry i: the slot number in row i
+    numbered = plan_from_row_of_slot(in_order, slots, slots)
     num_rows = min(active_num, num_tokens) * topk
     plan = plan_from_row_of_slot(numbered.slot_of_row.view(topk, num_tokens).t(), num_tokens, num_rows)
-    return spread(x, plan), numbered.slot_of_row, expert_idx.reshape(-1)[order]
+    return spread(x, plan), numbered.slot_of_row, expert_idx.reshape(-1).index_select(0, order)
 
 
 @npu_function
@@ -418,7 +419,7 @@ def _quantised(
         raise refused(name, "x", "float16, bfloat16 or float32 with a quant_mode", x.dtype)
     if quant_mode == _STATIC:
         factor, shift = _static_factors(name, x, scale, offset)
-        return spread(quantize(x, factor, shift), plan), no_scales
+        return quantize(x, factor, shift, plan=plan), no_scales
     if quant_mode == _DYNAMIC:
         return _dynamic(name, x, expert_idx, scale, where)
     if quant_mode == _INT4:

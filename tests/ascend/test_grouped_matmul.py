@@ -643,6 +643,7 @@ PAIRS = {"group_list": torch.tensor([[0, 1], [0, 1]]), "group_list_type": 2}
         ("scale must be", {**EIGHT, "scale": [torch.ones(2, 5, dtype=torch.int16)]}),
         ("per_token_scale must be", {**EIGHT, "scale": [torch.ones(2, 5)], "per_token_scale": [torch.ones(3)]}),
         ("scale_dtype must be", {**EIGHT, "scale": [torch.ones(2, 5)], "scale_dtype": torch.bfloat16}),
+        ("scale_dtype must be", {**EIGHT, "scale": [torch.ones(2, 5)], "scale_dtype": 293}),
         ("antiquant_scale must be given", {"weight": EIGHT["weight"]}),
         ("antiquant_scale must be of parts", {"weight": EIGHT["weight"], "antiquant_scale": [torch.ones(2, 2, 5)]}),
         ("x_dtype must be", {"x_dtype": torch.int8}),
@@ -665,7 +666,6 @@ def test_refuses(phrase: str, arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "phrase, arguments",
     [
-        ("scale_dtype=293", {**EIGHT, "scale": [torch.ones(2, 5)], "scale_dtype": 293}),
         ("scale_dtype=293", {**EIGHT, "scale": [torch.ones(2, 5).to(torch.float8_e8m0fnu)]}),
         ("scale_dtype=293", {**EIGHT, "scale": [torch.ones(2, 5)], "per_token_scale_dtype": torch.float8_e8m0fnu}),
         (r"x_dtype=290 \(HiFloat8\)", {"x_dtype": 290}),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeroute.interop.torch_npu import mx
+from moeroute.interop.torch_npu import mx, npu_grouped_matmul, npu_grouped_matmul_swiglu_quant_v2
 
 Array = npt.NDArray[Any]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -307,6 +307,180 @@ def test_what_is_quantised_and_multiplied_is_near_the_product() -> None:
     w_fp8, w_scale = mx.npu_dynamic_mx_quant(w, axis=0, dst_type=24)
     got = mx.scaled_product(x_fp8, w_fp8, x_scale.unflatten(1, (-1, 2)), w_scale)
     torch.testing.assert_close(got, x @ w, rtol=0, atol=0.1 * 96**0.5)
+
+
+# ---------------------------------------------------------------------------- grouped products
+
+
+E8M0 = torch.float8_e8m0fnu
+
+
+def times_scales(elements: Tensor, scale: Tensor) -> Array:
+    """float64 [R, K] of elements [R, K] and scale bytes [R, ceil(K / 64), 2]."""
+    powers = 2.0 ** (scale.numpy().reshape(len(scale), -1).astype(np.float64) - 127)
+    found: Array = decoded(elements) * np.repeat(powers, 32, 1)[:, : elements.shape[1]]
+    return found
+
+
+def weights_of(experts: int, size: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Array]]:
+    """fp8 [E, K, N] as a transposed view, scale bytes [E, ceil(K / 64), N, 2], and the matrices in float64."""
+    drawn_ones = [drawn(width, size, dtype, 10 + expert) for expert in range(experts)]
+    weight = torch.stack([elements.view(torch.uint8) for elements, _ in drawn_ones]).transpose(1, 2).view(dtype)
+    scale = torch.stack([scale for _, scale in drawn_ones]).transpose(1, 2)
+    return weight, scale, [times_scales(*pair).T for pair in drawn_ones]
+
+
+def near(actual: Tensor, expected: Array, dtype: torch.dtype) -> None:
+    assert actual.dtype is dtype
+    rtol = {torch.float32: 3e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    torch.testing.assert_close(actual.double(), torch.from_numpy(expected), rtol=rtol, atol=1e-9)
+
+
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [32, 64, 130])
+@pytest.mark.parametrize("left, right", [(E4M3, E4M3), (E5M2, E4M3)])
+def test_grouped_matmul_of_rows(left: torch.dtype, right: torch.dtype, size: int, out: torch.dtype) -> None:
+    """Rows behind the last group are 0, an empty group costs nothing, float8_e8m0fnu may be named."""
+    x, x_scale = drawn(9, size, left, 3)
+    weight, scale, matrices = weights_of(3, size, 6, right)
+    bias = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    exact = times_scales(x, x_scale)
+    expected = np.zeros((9, 6))
+    for expert, start, stop in ((0, 0, 3), (2, 3, 8)):
+        expected[start:stop] = exact[start:stop] @ matrices[expert] + bias[expert].double().numpy()
+    arguments: dict[str, Any] = {
+        "bias": [bias],
+        "group_list": torch.tensor([3, 0, 5]),
+        "split_item": 2,
+        "group_type": 0,
+        "group_list_type": 1,
+        "output_dtype": out,
+    }
+    (got,) = npu_grouped_matmul(
+        [x], [weight], scale=[scale.view(E8M0)], per_token_scale=[x_scale.view(E8M0)], **arguments
+    )
+    near(got, expected, out)
+    (again,) = npu_grouped_matmul(
+        [x.view(torch.uint8)], list(weight), scale=list(scale), per_token_scale=[x_scale], scale_dtype=293,
+        per_token_scale_dtype=293, x_dtype=left, weight_dtype=right, **arguments,
+    )  # fmt: skip
+    assert torch.equal(again, got)
+    parts = npu_grouped_matmul(
+        [x], list(weight), scale=list(scale.view(E8M0)), per_token_scale=[x_scale.view(E8M0)],
+        **arguments | {"split_item": 0},
+    )  # fmt: skip
+    assert torch.equal(torch.cat(parts), got[:8])
+
+
+def test_grouped_matmul_of_lists() -> None:
+    """Each product has a K, an N and scales of its own; so have the rows of a list of tensors."""
+    pairs = [(drawn(4, 96, E4M3, 1), drawn(5, 96, E4M3, 2)), (drawn(2, 40, E4M3, 3), drawn(7, 40, E4M3, 4))]
+    got = npu_grouped_matmul(
+        [x.view(torch.uint8).view(1, *x.shape).view(E4M3) for (x, _), _ in pairs],
+        [w.view(torch.uint8).t().view(E4M3) for _, (w, _) in pairs],
+        scale=[scale.transpose(0, 1).view(E8M0) for _, (_, scale) in pairs],
+        per_token_scale=[scale.view(E8M0) for (_, scale), _ in pairs],
+        group_type=-1,
+        output_dtype=torch.float32,
+    )
+    for result, (left, right) in zip(got, pairs, strict=True):
+        near(result[0], times_scales(*left) @ times_scales(*right).T, torch.float32)
+    weight, scale, matrices = weights_of(2, 64, 3, E5M2)
+    rows = [drawn(3, 64, E5M2, 5), drawn(1, 64, E5M2, 6)]
+    (joined,) = npu_grouped_matmul(
+        [x for x, _ in rows], list(weight), scale=[scale.view(E8M0)],
+        per_token_scale=[row_scale.view(E8M0) for _, row_scale in rows], group_type=0, split_item=3, output_dtype=6,
+    )  # fmt: skip
+    near(joined, np.concatenate([times_scales(*rows[i]) @ matrices[i] for i in range(2)]), torch.float32)
+
+
+@pytest.mark.parametrize("modes", [{}, {"dequant_mode": 2, "quant_mode": 2}])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("width", [32, 72])
+def test_swiglu_quant_v2(dtype: torch.dtype, width: int, modes: dict[str, Any]) -> None:
+    """The left half is the gate; blocks of 32 of the result by OCP floor; rows of no group are 0, and their bytes."""
+    x, x_scale = drawn(20, 96, E4M3, 7)
+    x_scale -= 8
+    weight, scale, matrices = weights_of(2, 96, 2 * width, E4M3)
+    exact = times_scales(x, x_scale)
+    product = np.concatenate([exact[:12] @ matrices[0], exact[12:18] @ matrices[1]])
+    product = np.concatenate([product, np.zeros((2, 2 * width))]).astype(np.float32).astype(np.float64)
+    gate, linear = product[:, :width], product[:, width:]
+    with np.errstate(over="ignore"):
+        activation = gate / (1 + np.exp(-gate)) * linear
+    padded = np.pad(activation, ((0, 0), (0, -width % 32))).reshape(20, -1, 32)
+    codes, byte = quantized(padded.astype(np.float32).astype(np.float64), dtype, "floor")
+    got, got_scale = npu_grouped_matmul_swiglu_quant_v2(
+        x, [weight], [scale.view(E8M0)], x_scale.view(E8M0), torch.tensor([12, 18]), quant_dtype=dtype, **modes,
+        weight_scale_dtype=293,
+    )  # fmt: skip
+    same_scale(got_scale, np.pad(byte, ((0, 0), (0, byte.shape[1] % 2))).reshape(20, -1, 2))
+    assert not got_scale.view(torch.uint8)[18:].any()
+    assert got.dtype is dtype
+    steps = np.abs(got.view(torch.uint8).numpy().astype(int) - codes.reshape(20, -1)[:, :width])
+    assert steps.max() <= 1  # where float32 and float64 lie on two sides of a halfway case
+    assert (steps > 0).mean() < 0.002
+
+
+MX_ONE: dict[str, Any] = {
+    "x": [torch.zeros(4, 64).to(E4M3)],
+    "weight": [torch.zeros(2, 64, 6).to(E4M3)],
+    "scale": [torch.zeros(2, 1, 6, 2, dtype=torch.uint8).view(E8M0)],
+    "per_token_scale": [torch.zeros(4, 1, 2, dtype=torch.uint8).view(E8M0)],
+    "group_list": torch.tensor([2, 4]),
+    "group_type": 0,
+    "split_item": 2,
+    "output_dtype": torch.float32,
+}
+
+
+@pytest.mark.parametrize(
+    "phrase, arguments",
+    [
+        (r"scale must be \[\(E, ceil\(K / 64\), N, 2\)\]", {"scale": [torch.zeros(2, 2, 6, 2).to(E8M0)]}),
+        ("scale must be", {"scale": [torch.zeros(1, 6, 2).to(E8M0)]}),
+        (r"per_token_scale must be \[\(M, ceil\(K / 64\), 2\)\]", {"per_token_scale": [torch.ones(4, 2, 2).to(E8M0)]}),
+        ("per_token_scale must be", {"per_token_scale": [torch.ones(4, 1, 2).to(E8M0)] * 2}),
+        ("per_token_scale must be float8_e8m0fnu, as the other", {"per_token_scale": [torch.ones(4, 1, 2)]}),
+        ("per_token_scale must be given with the other", {"per_token_scale": None}),
+        ("scale must be given with the other", {"scale": None}),
+        ("scale_dtype must be the type of the scales", {"scale": [torch.ones(2, 1, 6, 2)], "scale_dtype": 293}),
+        ("offset must be None", {"offset": [torch.ones(2, 6)]}),
+        ("output_dtype must be", {"output_dtype": None}),
+    ],
+)
+def test_grouped_matmul_refuses(phrase: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=f"npu_grouped_matmul: {phrase}") as caught:
+        npu_grouped_matmul(**MX_ONE | arguments)
+    assert not isinstance(caught.value, NotImplementedError)
+
+
+@pytest.mark.parametrize(
+    "phrase, arguments",
+    [
+        ("with group_type 2", {"group_type": 2, "x": [torch.ones(4, 64).to(E4M3)], "weight": [torch.ones(64, 6).to(E4M3)]}),
+        ("with torch.bfloat16", {"x": [torch.zeros(4, 64).bfloat16()], "weight": [torch.zeros(2, 64, 6).bfloat16()]}),
+    ],
+)  # fmt: skip
+def test_grouped_matmul_lacks(phrase: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(NotImplementedError, match=f"npu_grouped_matmul: scale_dtype=293 .*{phrase}"):
+        npu_grouped_matmul(**MX_ONE | arguments)
+
+
+def test_swiglu_quant_v2_refuses() -> None:
+    one: dict[str, Any] = {
+        "x": MX_ONE["x"][0],
+        "weight": MX_ONE["weight"],
+        "weight_scale": MX_ONE["scale"],
+        "x_scale": MX_ONE["per_token_scale"][0],
+        "group_list": MX_ONE["group_list"],
+    }
+    with pytest.raises(RuntimeError, match="npu_grouped_matmul_swiglu_quant_v2: quant_dtype must be float8_e5m2 or"):
+        npu_grouped_matmul_swiglu_quant_v2(**one)
+    with pytest.raises(NotImplementedError, match="npu_grouped_matmul_swiglu_quant_v2: smooth_scale=a tensor"):
+        npu_grouped_matmul_swiglu_quant_v2(**one, quant_dtype=E4M3, smooth_scale=torch.ones(2, 3))
+    with pytest.raises(RuntimeError, match="npu_grouped_matmul_swiglu_quant_v2: weight_scale must be"):
+        npu_grouped_matmul_swiglu_quant_v2(**one | {"weight_scale": [torch.ones(2, 6).to(E8M0)]}, quant_dtype=E4M3)
 
 
 # ---------------------------------------------------------------------------- bad input

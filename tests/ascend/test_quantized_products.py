@@ -234,7 +234,7 @@ def test_swiglu_quant_v2_refuses(phrase: str, arguments: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "phrase, arguments",
     [
-        ("scale_dtype=293", {"weight_scale_dtype": 293, "x_scale_dtype": 293, "dequant_mode": 2, "quant_mode": 2}),
+        ("scale_dtype=293", {"weight_scale": [torch.ones(2, 8).to(torch.float8_e8m0fnu)], "dequant_mode": 2}),
         ("dequant_mode=1", {"dequant_mode": 1}),
         ("quant_mode=2", {"quant_mode": 2}),
         ("dequant_dtype=", {"dequant_dtype": torch.bfloat16}),
@@ -295,7 +295,7 @@ def test_finalize_routing_refuses(phrase: str, arguments: dict[str, Any]) -> Non
 
 def test_what_finalize_routing_lacks() -> None:
     with pytest.raises(NotImplementedError, match="npu_grouped_matmul_finalize_routing: scale_dtype=293"):
-        npu_grouped_matmul_finalize_routing(**FINAL, scale_dtype=293)
+        npu_grouped_matmul_finalize_routing(**FINAL | {"scale": FINAL["scale"].to(torch.float8_e8m0fnu)})
 
 
 def test_results_require_no_gradient() -> None:

@@ -61,12 +61,14 @@ def npu_grouped_matmul(
         weight: as x; int8, or int32 with eight 4-bit numbers along the last axis, with `antiquant_scale`.
         bias: [(E, N)] or E of [N], of x's type or float32; int32 too, added to the integers, for int8.
         scale: for 8-bit numbers, [(E, N)] or E of [N], or one number for each expert, [(E,)] or [(E, 1)]. Float, or
-            int64 whose low 32 bits are a float32.
+            int64 whose low 32 bits are a float32. For float8 with MX blocks of 32 along K: float8_e8m0fnu
+            [(E, ceil(K / 64), N, 2)], or E of [ceil(K / 64), N, 2]; not with group_type 2.
         offset: as scale, added after the factors.
         antiquant_scale: for a quantised weight, of scale's shapes or [(E, S, N)] for S parts of K: the weight is
             (w + offset) · scale, rounded to x's type.
         antiquant_offset: as antiquant_scale.
-        per_token_scale: for 8-bit numbers, [(M,)] or [(M, 1)], or one number for each expert, [(E,)].
+        per_token_scale: for 8-bit numbers, [(M,)] or [(M, 1)], or one number for each expert, [(E,)]. With MX blocks
+            [(M, ceil(K / 64), 2)].
         group_list: ends, sizes or pairs, see `group_list_type`. As a list of ints: ends, and group_type 0.
         activation_input: not available.
         activation_quant_scale: not available.
@@ -79,8 +81,8 @@ def npu_grouped_matmul(
         output_dtype: x's type where it is None; int32 for int8 is the product itself.
         x_dtype: the type of x, if that is carried by another.
         weight_dtype: the type of weight, likewise.
-        scale_dtype: the type of scale.
-        per_token_scale_dtype: the type of per_token_scale.
+        scale_dtype: the type of scale; float8_e8m0fnu (293) may be carried by bytes.
+        per_token_scale_dtype: the type of per_token_scale, likewise.
 
     Returns:
         A list: y_g for each group, or one tensor, [M, N] or [G, M, N]. Rows behind the last group are 0.
@@ -109,7 +111,7 @@ def npu_grouped_matmul(
         raise refused(function, "split_item", "0, 1, 2 or 3", split_item)
     if group_list_type not in (ENDS, SIZES, PAIRS):
         raise refused(function, "group_list_type", "0, 1 or 2", group_list_type)
-    check_scale_types(function, scale, scale_dtype, per_token_scale, per_token_scale_dtype)
+    blocks = check_scale_types(function, scale, scale_dtype, per_token_scale, per_token_scale_dtype)
     products = Products(
         function,
         x,
@@ -122,6 +124,7 @@ def npu_grouped_matmul(
         per_token_scale=per_token_scale,
         act_type=act_type or 0,
         output_dtype=x[0].dtype if output_dtype is None else dtype_of(function, "output_dtype", output_dtype),
+        blocks=blocks,
     )
     with without_autocast(x[0].device):
         if group_type == LISTS:

@@ -144,8 +144,8 @@ def npu_dynamic_mx_quant(
     if dst_type_max != 0:
         raise unavailable(function, "dst_type_max", dst_type_max)
     with torch.no_grad():
-        elements, scale = _floor_blocks(input.movedim(axis, -1), dtype)
-        return elements.movedim(-1, axis).contiguous(), _as_e8m0(scale.movedim(-2, axis % input.ndim))
+        elements, scale = floor_blocks(input.movedim(axis, -1), dtype)
+        return elements.movedim(-1, axis).contiguous(), as_e8m0(scale.movedim(-2, axis % input.ndim))
 
 
 @npu_function
@@ -179,11 +179,11 @@ def npu_grouped_dynamic_mx_quant(
     scales = torch.zeros(num_rows // 64 + len(ends), width, 2, dtype=torch.uint8, device=x.device)
     with torch.no_grad():
         for group, (first, last) in enumerate(pairwise([0, *ends])):
-            elements, scale = _floor_blocks(x[first:last].T, dtype)
+            elements, scale = floor_blocks(x[first:last].T, dtype)
             found[first:last] = elements.view(torch.uint8).T
             place = first // 64 + group
             scales[place : place + scale.shape[1]] = scale.movedim(1, 0)
-    return found.view(dtype), _as_e8m0(scales)
+    return found.view(dtype), as_e8m0(scales)
 
 
 def _element_type(function: str, dst_type: int | torch.dtype, round_mode: str, values: Tensor) -> torch.dtype:
@@ -198,8 +198,8 @@ def _element_type(function: str, dst_type: int | torch.dtype, round_mode: str, v
     return dtype
 
 
-def _floor_blocks(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Elements [..., n] and scale bytes [..., ceil(n / 64), 2], blocks along the last axis."""
+def floor_blocks(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Elements [..., n] and scale bytes [..., ceil(n / 64), 2], blocks along the last axis, by OCP floor."""
     blocks = _blocks(values.float())
     scale = floor_scale(_largest(blocks), dtype)
     elements = _joined(quantize_elements(blocks, scale[..., None], dtype), values.shape[-1])
@@ -207,7 +207,8 @@ def _floor_blocks(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return elements, scale.unflatten(-1, (scale.shape[-1] // 2, 2))
 
 
-def _as_e8m0(scale: Tensor) -> Tensor:
+def as_e8m0(scale: Tensor) -> Tensor:
+    """Scale bytes as what they stand for."""
     return scale.contiguous().view(torch.float8_e8m0fnu)
 
 

@@ -4,6 +4,7 @@ float        x @ w + bias                                    x, w of one type
 weight-only  x @ round((w + antiquant_offset) · antiquant_scale) + bias     w int8, or int4 in int32
 integer      (x @ w + int32 bias) · scale · per_token_scale + offset + bias    x, w int8: the product is exact
 float8       the same, the product in float32
+MX           x @ w + bias    x, w float8 with a power of two for each block of 32 along K
 """
 
 import functools
@@ -18,9 +19,11 @@ from torch import Tensor
 from moeroute import check
 from moeroute.dtypes import FLOATS, wide
 from moeroute.interop.torch_npu.arguments import FLOAT8_E8M0FNU, INT4, dtype_of, refused, unavailable
+from moeroute.interop.torch_npu.mx import scaled_product
 from moeroute.interop.torch_npu.quantization import rounded, unpacked
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_BLOCK_SCALE = torch.float8_e8m0fnu
 _LONGEST = 2**31 // 128**2 - 1  # sums of so many products of int8 fit into an int32
 _NIBBLES = 8
 _ACTIVATIONS: dict[int, Callable[[Tensor], Tensor] | None] = {
@@ -58,23 +61,25 @@ def check_scale_types(
     scale_dtype: int | torch.dtype | None,
     per_token_scale: list[Tensor] | None,
     per_token_scale_dtype: int | torch.dtype | None,
-) -> None:
-    """The types that are named are those of the scales."""
+) -> bool:
+    """The types that are named are those of the scales, or bytes carry them; whether the scales are of MX blocks."""
+    blocks = []
     for argument, scales, value in (
         ("scale_dtype", scale, scale_dtype),
         ("per_token_scale_dtype", per_token_scale, per_token_scale_dtype),
     ):
         types = {scale.dtype for scale in scales or ()}
         named = None if value is None else dtype_of(function, argument, value)
-        if torch.float8_e8m0fnu in {*types, named}:
-            raise _block_scales_unavailable(function)
-        if named is not None and types - {named}:
+        blocks.append(_BLOCK_SCALE in {*types, named})
+        bytes_of_scales = {torch.uint8, torch.int8} if named is _BLOCK_SCALE else set()
+        if named is not None and types - {named, *bytes_of_scales}:
             raise refused(function, argument, f"the type of the scales, {', '.join(map(str, types))}", value)
+    return any(blocks)
 
 
-def _block_scales_unavailable(function: str) -> NotImplementedError:
-    """Where products of blocks of 32 elements with a power of two each (MX) would begin."""
-    return unavailable(function, "scale_dtype", FLOAT8_E8M0FNU, "float8_e8m0fnu, blocks of 32")
+def block_scales_unavailable(function: str, what: str) -> NotImplementedError:
+    """Where blocks of 32 elements with a power of two each (MX) are not built."""
+    return unavailable(function, "scale_dtype", FLOAT8_E8M0FNU, f"float8_e8m0fnu, {what}")
 
 
 # ---------------------------------------------------------------------------- products
@@ -95,6 +100,8 @@ class Products:
         per_token_scale: float.
         act_type: the number of an activation.
         output_dtype: of the results.
+        blocks: whether the scales are of MX blocks: scale [P, N, 2] of each matrix and per_token_scale [m, P, 2] of
+            each tensor of rows, with P = ceil(K / 64).
         names: what the function calls its weight, scale and per_token_scale, for errors.
     """
 
@@ -112,6 +119,7 @@ class Products:
         per_token_scale: list[Tensor] | None = None,
         act_type: int = 0,
         output_dtype: torch.dtype = torch.float32,
+        blocks: bool = False,
         names: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.function, self.x, self.weight, self.dtype = function, x, weight, output_dtype
@@ -127,7 +135,12 @@ class Products:
                 ("per_token_scale", per_token_scale),
             )
         }
+        self._token_scale: Tensor | None = None
+        self._group_scale: Tensor | None = None
         self.kind = self._kind_of()
+        if blocks and self.kind != "float8":
+            raise block_scales_unavailable(function, f"with {x[0].dtype}")
+        self.kind = "MX" if blocks else self.kind
         self._check_types()
         if act_type not in _ACTIVATIONS:
             raise refused(function, "act_type", "0, 1, 2, 4 or 5", act_type)
@@ -160,19 +173,23 @@ class Products:
         if self.dtype not in (*FLOATS, *own):
             raise refused(function, "output_dtype", "a type of floats, or of quantised x", self.dtype)
         for name, kinds in (
-            ("scale", ("integer", "float8")),
+            ("scale", ("integer", "float8", "MX")),
             ("offset", ("integer", "float8")),
-            ("per_token_scale", ("integer", "float8")),
+            ("per_token_scale", ("integer", "float8", "MX")),
             ("antiquant_scale", ("weight-only",)),
             ("antiquant_offset", ("weight-only",)),
         ):
             if given[name] is not None and kind not in kinds:
-                raise refused(function, name, f"None for {self.x[0].dtype} and {self.weight[0].dtype}", "tensors")
+                types = f"{self.x[0].dtype} and {self.weight[0].dtype}" + (" in blocks" if kind == "MX" else "")
+                raise refused(function, name, f"None for {types}", "tensors")
+        for name in ("scale", "per_token_scale") if kind == "MX" else ():
+            if given[name] is None:
+                raise refused(function, self.name(name), "given with the other one, for blocks of 32", None)
         if kind == "weight-only" and given["antiquant_scale"] is None:
             raise refused(function, "antiquant_scale", f"given for a weight of {self.weight[0].dtype}", None)
         if kind == "integer" and self.dtype is not torch.int32 and given["scale"] is None:
             raise refused(function, self.name("scale"), "given for int8, unless output_dtype is int32", None)
-        quantised = {"integer": (*FLOATS, torch.int32), "float8": FLOATS}
+        quantised = {"integer": (*FLOATS, torch.int32), "float8": FLOATS, "MX": FLOATS}
         allowed = quantised.get(kind, (self.x[0].dtype, torch.float32))
         for tensor in given["bias"] or ():
             if tensor.dtype not in allowed:
@@ -180,6 +197,8 @@ class Products:
 
     def refuse_for_reduction(self) -> None:
         """Neither a bias nor a weight of other numbers goes with parts of the summed axis."""
+        if self.kind == "MX":
+            raise block_scales_unavailable(self.function, "with group_type 2")
         if self.kind == "weight-only" or self._given["bias"] is not None:
             wanted = "None, and the weight not of integers alone, for group_type 2"
             raise refused(self.function, "bias", wanted, f"a weight of {self.weight[0].dtype}")
@@ -210,10 +229,14 @@ class Products:
             tensors = given[name]
             return None if tensors is None else _by_group(function, self.name(name), tensors, widths, parts)
 
-        self._bias, self._scale, self._offset = of("bias"), of("scale"), of("offset")
+        self._bias = of("bias")
+        if self.kind == "MX":
+            self._scale = self._offset = self._token_scale = self._group_scale = None
+            self._sort_blocks(widths)
+            return
+        self._scale, self._offset = of("scale"), of("offset")
         self._factor, self._shift = of("antiquant_scale", parts=True), of("antiquant_offset", parts=True)
-        self._token_scale: Tensor | None = None
-        self._group_scale: Tensor | None = None
+        self._token_scale = self._group_scale = None
         tokens = given["per_token_scale"]
         if tokens is not None and [tensor.numel() for tensor in tokens] == num_tokens:
             self._token_scale = torch.cat([_float_of(tensor).reshape(-1, 1) for tensor in tokens])
@@ -222,6 +245,34 @@ class Products:
         elif tokens is not None:
             wanted = f"of {num_tokens} numbers" + (f", or of {len(widths)} for the groups" if or_of_groups else "")
             raise refused(function, self.name("per_token_scale"), wanted, [list(tensor.shape) for tensor in tokens])
+
+    def _sort_blocks(self, widths: list[int]) -> None:
+        """The scale bytes of each matrix and of each tensor of rows."""
+        function, given = self.function, self._given
+        scales, tokens = given["scale"] or [], given["per_token_scale"] or []
+        matrices = self.weight
+        if len(matrices) == 1 and matrices[0].ndim == 3:
+            matrices = list(matrices[0].unbind(0))
+        name, wanted = self.name("scale"), "[(E, ceil(K / 64), N, 2)], or a tensor for each matrix"
+        if len(scales) == 1 and scales[0].ndim == 4:
+            scales = list(scales[0].unbind(0))
+        if len(scales) != len(matrices):
+            raise refused(function, name, wanted, [list(tensor.shape) for tensor in given["scale"] or ()])
+        for scale, matrix, width in zip(scales, matrices, widths, strict=True):
+            if scale.shape != (-(-matrix.shape[0] // 64), width, 2):
+                raise check.wrong_shape(function, name, wanted, scale)
+        name, wanted = self.name("per_token_scale"), "[(M, ceil(K / 64), 2)], or a tensor for each x"
+        if len(tokens) != len(self.x):
+            raise refused(function, name, wanted, [list(tensor.shape) for tensor in tokens])
+        for scale, x in zip(tokens, self.x, strict=True):
+            if scale.shape != (x.shape[:-1].numel(), -(-x.shape[-1] // 64), 2):
+                raise check.wrong_shape(function, name, wanted, scale)
+        for name, tensors in (("scale", scales), ("per_token_scale", tokens)):
+            for tensor in tensors:
+                if tensor.dtype not in (_BLOCK_SCALE, torch.uint8, torch.int8):
+                    raise check.wrong_dtype(function, self.name(name), "float8_e8m0fnu, as the other scale", tensor)
+        self._blocks = [scale.view(torch.uint8) for scale in scales]
+        self._token_blocks = [scale.view(torch.uint8) for scale in tokens]
 
     def write(self, group: int, rows: Tensor, matrix: Tensor, tokens: slice, out: Tensor) -> None:
         """rows [m, K] @ matrix [K, N] into out [m, N]; `tokens` are the places of the rows among all."""
@@ -234,6 +285,11 @@ class Products:
                 out.copy_(sums)
             else:
                 out.copy_(self._finished(sums.float(), group, tokens, bias))
+            return
+        if self.kind == "MX":
+            tokens_of = self._token_blocks
+            row_scale = tokens_of[0][tokens] if len(tokens_of) == 1 else tokens_of[group]
+            out.copy_(self._finished(scaled_product(rows, matrix, row_scale, self._blocks[group]), group, tokens, bias))
             return
         if self.kind == "weight-only":
             matrix = self._dequantised(matrix, group).to(rows.dtype)

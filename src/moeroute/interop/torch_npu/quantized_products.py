@@ -9,7 +9,14 @@ from moeroute.interop.torch_npu.activation import swiglu
 from moeroute.interop.torch_npu.arguments import dtype_of, npu_function, refused, unavailable, without_autocast
 from moeroute.interop.torch_npu.grouped_matmul import grouped_rows
 from moeroute.interop.torch_npu.groups import ENDS, PAIRS, SIZES, Segment, segments
-from moeroute.interop.torch_npu.products import Products, carried, check_scale_types, tensors_of
+from moeroute.interop.torch_npu.mx import as_e8m0, floor_blocks
+from moeroute.interop.torch_npu.products import (
+    Products,
+    block_scales_unavailable,
+    carried,
+    check_scale_types,
+    tensors_of,
+)
 from moeroute.interop.torch_npu.quantization import LARGEST, factors_of, quantised
 from moeroute.ops.indices.op import plan_from_token_ids
 from moeroute.permutation import unpermute
@@ -78,28 +85,31 @@ def npu_grouped_matmul_swiglu_quant_v2(
 ) -> tuple[Tensor, Tensor]:
     """`npu_grouped_matmul_swiglu_quant` of int8 or float8, to int8 or float8.
 
+    With float8_e8m0fnu scales (MX) x, weight and the result are float8 in blocks of 32 along their last axis or K, and
+    the result's scales are found by OCP floor.
+
     Args:
         x: [M, K].
         weight: [(E, K, 2 n)] or E of [K, 2 n].
-        weight_scale: [(E, 2 n)] or E of [2 n].
-        x_scale: [M].
+        weight_scale: [(E, 2 n)] or E of [2 n]; MX: [(E, ceil(K / 64), 2 n, 2)] or E of [ceil(K / 64), 2 n, 2].
+        x_scale: [M]; MX: [M, ceil(K / 64), 2].
         group_list: [E] ends (`group_list_type` 0) or sizes (1), or [L, 2] pairs (2), of the groups of rows.
-        smooth_scale: [E, n] or [E] factors of the activation.
+        smooth_scale: [E, n] or [E] factors of the activation; not available with MX.
         weight_assist_matrix: not available.
         bias: not available.
-        dequant_mode: 0, one scale for each column.
+        dequant_mode: 0, one scale for each column; MX: 0 or 2.
         dequant_dtype: the type of the dequantised product: 0 or float32.
-        quant_mode: 0, one scale for each row.
+        quant_mode: 0, one scale for each row; MX: 0 or 2.
         quant_dtype: int8, float8_e5m2 or float8_e4m3fn.
         group_list_type: 0, 1 or 2.
         tuning_config: changes no result.
         x_dtype: the type of x, if that is carried by another.
         weight_dtype: the type of weight, likewise.
-        weight_scale_dtype: the type of weight_scale.
-        x_scale_dtype: the type of x_scale.
+        weight_scale_dtype: the type of weight_scale; float8_e8m0fnu (293) may be carried by bytes.
+        x_scale_dtype: the type of x_scale, likewise.
 
     Returns:
-        [M, n] and the scales, float32 [M]; zero for rows of no group.
+        [M, n] and the scales, float32 [M], or MX float8_e8m0fnu [M, ceil(n / 64), 2]; zero for rows of no group.
     """
     function = "npu_grouped_matmul_swiglu_quant_v2"
     for name, value in (("weight_assist_matrix", weight_assist_matrix), ("bias", bias)):
@@ -108,10 +118,12 @@ def npu_grouped_matmul_swiglu_quant_v2(
     weight_scale = tensors_of(function, "weight_scale", weight_scale)
     check.tensor(function, "x", x)
     check.tensor(function, "x_scale", x_scale)
-    check_scale_types(function, weight_scale, weight_scale_dtype, [x_scale], x_scale_dtype)
+    blocks = check_scale_types(function, weight_scale, weight_scale_dtype, [x_scale], x_scale_dtype)
     for name, mode in (("dequant_mode", dequant_mode), ("quant_mode", quant_mode)):
-        if check.integer(function, name, mode, 0, 2) != 0:
+        if check.integer(function, name, mode, 0, 2) not in ((0, 2) if blocks else (0,)):
             raise unavailable(function, name, mode)
+    if blocks and smooth_scale is not None:
+        raise unavailable(function, "smooth_scale", "a tensor", "with blocks of 32")
     if dequant_dtype not in (0, 6, torch.float32):
         raise unavailable(function, "dequant_dtype", dequant_dtype)
     if group_list_type not in (ENDS, SIZES, PAIRS):
@@ -122,7 +134,7 @@ def npu_grouped_matmul_swiglu_quant_v2(
     (x,) = carried(function, "x_dtype", [x], x_dtype)
     weight = carried(function, "weight_dtype", tensors_of(function, "weight", weight), weight_dtype)
     return _swiglu_quantised(
-        function, x, weight, weight_scale, x_scale, group_list, group_list_type, dtype, smooth_scale
+        function, x, weight, weight_scale, x_scale, group_list, group_list_type, dtype, smooth_scale, blocks
     )
 
 
@@ -136,13 +148,19 @@ def _swiglu_quantised(
     list_type: int,
     dtype: torch.dtype,
     smooth: Tensor | None,
+    blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     values, found, num_groups = _product(
-        function, x, weight, weight_scale, x_scale, group_list, list_type, _SWIGLU_NAMES
+        function, x, weight, weight_scale, x_scale, group_list, list_type, _SWIGLU_NAMES, blocks=blocks
     )
     if values.shape[1] % 2:
         raise check.wrong_shape(function, "weight", "[E, K, 2 n]", weight[0])
     left, right = values.chunk(2, 1)
+    if blocks:
+        if dtype is torch.int8:
+            raise refused(function, "quant_dtype", "float8_e5m2 or float8_e4m3fn with blocks of 32", dtype)
+        elements, scale = floor_blocks(swiglu(left, right), dtype)
+        return elements, as_e8m0(scale)
     factors = factors_of(function, "smooth_scale", smooth, num_groups, left.shape[1])
     return quantised(swiglu(left, right), found, factors, None, 1, dtype)
 
@@ -158,6 +176,7 @@ def _product(
     names: dict[str, str],
     bias: list[Tensor] | None = None,
     offset: list[Tensor] | None = None,
+    blocks: bool = False,
 ) -> tuple[Tensor, list[Segment], int]:
     """The product of grouped rows in float32, the groups that there are, and their number."""
     check.shaped(function, "x", x, (None, None))
@@ -169,7 +188,15 @@ def _product(
     found = segments(function, "group_list", group_list, list_type, x.shape[0], num_groups)
     tokens = None if per_token_scale is None else [per_token_scale]
     products = Products(
-        function, [x], weight, bias=bias, scale=scale, offset=offset, per_token_scale=tokens, names=names
+        function,
+        [x],
+        weight,
+        bias=bias,
+        scale=scale,
+        offset=offset,
+        per_token_scale=tokens,
+        blocks=blocks,
+        names=names,
     )
     with without_autocast(x.device):
         return grouped_rows(products, found), found, num_groups
@@ -239,7 +266,8 @@ def npu_grouped_matmul_finalize_routing(
     if scale is None or row_index is None:
         raise refused(function, "scale" if scale is None else "row_index", "a tensor", None)
     tokens = None if pertoken_scale is None else [pertoken_scale]
-    check_scale_types(function, [scale], scale_dtype, tokens, pertoken_scale_dtype)
+    if check_scale_types(function, [scale], scale_dtype, tokens, pertoken_scale_dtype):
+        raise block_scales_unavailable(function, "blocks of 32")
     (x,), (w,) = carried(function, "x_dtype", [x], x_dtype), carried(function, "w_dtype", [w], w_dtype)
     biases, offsets = (None if value is None else [value] for value in (bias, offset))
     values, found, _ = _product(

@@ -47,6 +47,7 @@ FLOORS = (
     ("ops.numba_kit.lanes", "ops.numba_kit.launch"),
     ("ops.layout", "ops.register", "ops.numba_kit.row_sums", "ops.numba_kit.elementary", "ops.numba_kit.slots"),
     (
+        "ops.exchange",
         "ops.experts",
         "ops.group_topk",
         "ops.half_quantization",
@@ -57,9 +58,9 @@ FLOORS = (
         "ops.hash_routing",
     ),
     *((f"ops.{room}.*", f"ops.{room}.op") for room in ROOMS),
-    ("permutation", "ops.balance", "ops.special_experts"),
+    ("permutation", "ops.balance", "ops.gradient_norm", "ops.special_experts"),
     ("",),  # the package: its names for users
-    ("nn", "testing"),
+    ("expert_parallel", "nn", "testing"),
     ("bench", "verify"),
     ("npu", "peers"),
     ("report",),

@@ -40,7 +40,7 @@ SEGMENTS = {"first_expert": 0, "last_expert": E}
 NOTHING_GIVEN = {"capacity": None, "segment": None, "align": 1, "num_rows": None, "check": False}
 
 # Operators without an index of their own: plain torch, which cannot leave its tensors.
-UNINDEXED = {"block_product", "router_product", "normalize_scores", "sinkhorn"}
+UNINDEXED = {"block_product", "exchange", "router_product", "normalize_scores", "sinkhorn"}
 
 # A good call of every operator; some with all that is optional and without.
 GOOD: dict[str, dict[str, Any]] = {

@@ -9,13 +9,14 @@ The data path:
     output = unpermute(rows, plan, weights)                      [T, H], the weighted sum
 
 `spread`, `combine` and `row_dots` are what permute, unpermute and all their gradients are made of.
-`moeroute.nn` has the layer, `moeroute.aclnn` the calls of CANN, `moeroute.interop` the names of other libraries; each
-is imported when it is first used.
+`moeroute.nn` has the layer, `moeroute.expert_parallel` its experts on several ranks, `moeroute.aclnn` the calls of
+CANN, `moeroute.interop` the names of other libraries; each is imported when it is first used.
 """
 
 import importlib
 import types
 
+import moeroute.ops.exchange
 import moeroute.ops.experts
 import moeroute.ops.router_product  # noqa: F401
 from moeroute.memory import (
@@ -109,10 +110,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> types.ModuleType:
-    if name in ("aclnn", "interop", "nn"):
+    if name in ("aclnn", "expert_parallel", "interop", "nn"):
         return importlib.import_module(f"moeroute.{name}")
     raise AttributeError(f"module 'moeroute' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "aclnn", "interop", "nn"})
+    return sorted({*globals(), "aclnn", "expert_parallel", "interop", "nn"})

@@ -21,6 +21,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args, overload
 
 import torch
@@ -507,16 +508,29 @@ class MoE(nn.Module):
             backend=self.backend,
         )
         rows = permute(tokens, plan, backend=self.backend)
-        rows = self.experts(rows, plan.rows_per_expert)
-        output = unpermute(rows, plan, gating.weights, backend=self.backend)
-        if self.shared_expert is not None:
-            shared = self.shared_expert(tokens)
-            output = output + (shared if padding_mask is None else shared.masked_fill(padding_mask[:, None], 0))
+        shared = partial(self._shared, tokens, padding_mask)
+        if getattr(self.experts, "exchange", None) is None:
+            rows = self.experts(rows, plan.rows_per_expert)
+            output = unpermute(rows, plan, gating.weights, backend=self.backend)
+            added = shared()
+        else:  # moeroute.expert_parallel: the shared expert runs while rows travel
+            facts = {"topk": live_ids.shape[1], "align": self.align}
+            rows, added = self.experts(rows, plan.rows_per_expert, facts, shared)
+            output = unpermute(rows, plan, gating.weights, backend=self.backend)
+        if added is not None:
+            output = output + added
         output = output.reshape(x.shape)
         if not return_routing:
             return output
         probabilities = self.router.probabilities(gating, logits)
         return output, Routing(gating, plan, logits, probabilities, padding_mask)
+
+    def _shared(self, tokens: Tensor, padding_mask: Tensor | None) -> Tensor | None:
+        """[T, hidden], what the shared expert adds; None without one."""
+        if self.shared_expert is None:
+            return None
+        shared: Tensor = self.shared_expert(tokens)
+        return shared if padding_mask is None else shared.masked_fill(padding_mask[:, None], 0)
 
     def _capacity(self, expert_ids: Tensor) -> int | None:
         if self.capacity_factor is None:

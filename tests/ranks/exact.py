@@ -1,0 +1,146 @@
+"""Expert parallelism against one process with the tokens of all ranks: every bit that is promised."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from moeroute.expert_parallel import ExpertParallel, expert_parameters, owned_experts
+from moeroute.nn import MoE, SwiGLU
+
+H, WIDTH = 32, 24
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+def same(actual: Tensor, expected: Tensor, what: str = "") -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, msg=lambda text: f"{what}: {text}")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens of each rank, and how they are routed."""
+
+    tokens: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    experts: int = 8
+    k: int = 2
+    forced: str = ""  # "one": every token to experts 0 and 1; "drawn": ids that are given
+    shared: bool = False
+    masked: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+BATCHES = [
+    Batch((5, 3, 2, 7)),
+    Batch((2, 3, 1, 1), experts=5),
+    Batch((40, 17, 70, 9), experts=7, k=3),
+    Batch((0, 6, 0, 2), experts=4),
+    Batch((33, 0, 0, 0), experts=3),
+    Batch((0, 0, 0, 0)),
+    Batch((9, 12, 4, 8), forced="one"),
+    Batch((9, 12, 4, 8), experts=9, forced="drawn"),
+    Batch((64, 80, 64, 70), shared=True),
+    Batch((11, 13, 0, 5), masked=True),
+    Batch((21, 13, 8, 5), options=(("score", "sigmoid"), ("expert_bias", True), ("num_groups", 2), ("topk_groups", 1))),
+]
+
+
+def make(batch: Batch, world: int) -> tuple[MoE, list[Tensor], list[Tensor], list[dict[str, Tensor]]]:
+    """The layer, and of each rank its tokens, gradients that come from behind, and the other arguments."""
+    torch.manual_seed(7)
+    shared = SwiGLU(H, WIDTH) if batch.shared else None
+    layer = MoE(H, WIDTH, batch.experts, batch.k, shared_expert=shared, **dict(batch.options))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    xs, upstreams, arguments = [], [], []
+    for rank in range(world):
+        count = batch.tokens[rank]
+        xs.append(torch.randn(count, H).to(batch.dtype))
+        upstreams.append(torch.randn(count, H).to(batch.dtype))
+        given = {}
+        if batch.forced:
+            given["expert_ids"] = torch.stack([torch.randperm(batch.experts)[: batch.k] for _ in range(count + 1)])[1:]
+            if batch.forced == "one":
+                given["expert_ids"] = torch.arange(batch.k).expand(count, -1)
+        if batch.masked:
+            given["padding_mask"] = torch.rand(count) < 0.3
+        arguments.append(given)
+    return layer.to(batch.dtype), xs, upstreams, arguments
+
+
+def one_process(layer: MoE, xs: list[Tensor], upstreams: list[Tensor], arguments: list[dict[str, Tensor]]) -> Any:
+    whole = torch.cat(xs).requires_grad_()
+    together = {name: torch.cat([given[name] for given in arguments]) for name in arguments[0]}
+    output = layer(whole, **together)
+    (output * torch.cat(upstreams)).sum().backward()
+    return output, whole.grad
+
+
+def parallel(layer: MoE, mesh: DeviceMesh, **options: Any) -> MoE:
+    layer = copy.deepcopy(layer)
+    layer.zero_grad()
+    parallelize_module(layer, mesh, {"experts": ExpertParallel(layer, **options)})
+    return layer
+
+
+def close(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Sums over the ranks: to rounding."""
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
+    error = float((actual.float() - expected.float()).abs().max()) if expected.numel() else 0.0
+    assert error <= TOLERANCE[expected.dtype] * largest, f"{what}: {error} beside {largest}"
+
+
+def compare(batch: Batch, world: int, rank: int, **options: Any) -> None:
+    layer, xs, upstreams, arguments = make(batch, world)
+    ours = parallel(layer, init_device_mesh("cpu", (world,)), **options)
+    output, grad = one_process(layer, xs, upstreams, arguments)
+    mine = slice(sum(batch.tokens[:rank]), sum(batch.tokens[: rank + 1]))
+    x = xs[rank].clone().requires_grad_()
+    got = ours(x, **arguments[rank])
+    (got * upstreams[rank]).sum().backward()
+    same(got, output[mine], f"{batch} output")
+    assert x.grad is not None
+    same(x.grad, grad[mine], f"{batch} input gradient")
+    owned = owned_experts(batch.experts, world, rank)
+    assert (len(owned), owned.start) == Shard.local_shard_size_and_offset(batch.experts, world, rank)
+    assert list(expert_parameters(ours)) == ["experts.gate_up_proj", "experts.down_proj"]
+    assert ours.state_dict().keys() == layer.state_dict().keys()
+    for name, parameter in ours.named_parameters():
+        expected = layer.get_parameter(name).grad
+        assert expected is not None
+        if isinstance(parameter, DTensor):
+            assert isinstance(parameter.grad, DTensor)
+            assert parameter.shape == expected.shape
+            same(parameter.grad.to_local(), expected[owned.start : owned.stop], f"{batch} {name}")
+        else:
+            total = torch.zeros_like(expected).float() if parameter.grad is None else parameter.grad.float()
+            dist.all_reduce(total)
+            close(total, expected, f"{batch} {name}")
+
+
+def every_bit(world: int, rank: int) -> None:
+    for batch in BATCHES:
+        for dtype in (torch.float32, torch.bfloat16):
+            compare(replace(batch, dtype=dtype), world, rank)
+
+
+def without_overlap(world: int, rank: int) -> None:
+    compare(BATCHES[8], world, rank, overlap=False)
+
+
+def warm() -> None:
+    """Compiles the kernels, or loads them."""
+    torch.set_num_threads(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        one_process(*make(Batch((3,), dtype, masked=True), 1))
+
+
+def cases(world: int) -> list[Callable[[int, int], None]]:
+    return [every_bit, without_overlap]

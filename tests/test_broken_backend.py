@@ -19,6 +19,7 @@ from torch.testing._internal.optests.generate_tests import OpCheckError
 import moeroute
 from moeroute import cli, dispatch, memory, testing
 from moeroute.dispatch import Backend
+from moeroute.ops.activations.op import activate, activate_backward
 from moeroute.testing import TOLERANCES, assert_close_to_exact, assert_same_bits
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -215,6 +216,8 @@ CALLS: dict[str, Callable[[Backend], Any]] = {
     "quantize": lambda b: moeroute.quantize(ROWS, torch.tensor(40.0), torch.tensor(1.0), backend=b),
     "spread_quantized": lambda b: moeroute.spread_quantized(X, PLAN, backend=b),
     "spread_static": lambda b: moeroute.quantize(X, torch.tensor(40.0), torch.tensor(1.0), plan=PLAN, backend=b),
+    "activate": lambda b: activate(ROWS[:, :4], backend=b),
+    "activate_backward": lambda b: activate_backward(ROWS[:, :2], ROWS[:, :4], "geglu", False, True, b),
     "take": lambda b: moeroute.permute_weights(WEIGHTS, PLAN, backend=b),
     "slot_weights": lambda b: moeroute.slot_weights(TABLE, DENSE, backend=b),
     "routing_map": lambda b: moeroute.routing_map_of(DENSE, backend=b),

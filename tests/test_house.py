@@ -264,7 +264,16 @@ def signature_of(function: ast.FunctionDef) -> str:
 
 # Files that a reader of the room on the CPU opens, numba_kit as one. Of gating each direction is five; maps and indices
 # share their last steps with planning, weights its sums with rows.
-FILES_TO_READ = {"rows": 4, "planning": 5, "gating": 6, "weights": 7, "maps": 7, "indices": 7, "quantization": 6}
+FILES_TO_READ = {
+    "rows": 4,
+    "planning": 5,
+    "gating": 6,
+    "weights": 7,
+    "maps": 7,
+    "indices": 7,
+    "quantization": 6,
+    "activations": 6,
+}
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -15,6 +15,7 @@ from torch import Tensor
 import moeroute
 from moeroute import nn
 from moeroute.dispatch import Backend
+from moeroute.ops.activations.op import activate
 from moeroute.testing import assert_same_bits
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -212,6 +213,9 @@ def calls(sizes: str) -> dict[str, Call]:
         "dynamic_quantize, experts": (moeroute.dynamic_quantize,
             {"rows": tokens, "smooth": floats(E, H), "expert_of_row": torch.arange(T, dtype=torch.int32) % (E + 1)},
             {"rows": FLOATS}),
+        "activate": (activate, {"x": floats(T, 2 * H)}, {"x": FLOATS}),
+        "activate, pairs": (activate, {"x": floats(T, 2 * H), "activation": "swiglu_clamped", "interleaved": True},
+            {"x": FLOATS}),
         "quantize": (moeroute.quantize, {"rows": rows, "scale": floats(1) * 40, "offset": floats(1)}, {"rows": FLOATS}),
         "quantize, spread": (moeroute.quantize,
             {"rows": tokens, "scale": floats(1) * 40, "offset": floats(1), "plan": plan}, {"rows": FLOATS}),

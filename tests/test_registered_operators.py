@@ -60,6 +60,10 @@ GOOD: dict[str, dict[str, Any]] = {
     "spread_static, ragged": {"x": TOKENS, "scale": torch.tensor([20.0]), "offset": torch.tensor([0.5]), **RAGGED},
     "spread_quantized": {"x": TOKENS, "smooth": None, "expert_of_row": None, **PLANS},
     "spread_quantized, ragged": {"x": TOKENS, "smooth": ROWS[:E], "expert_of_row": EXPERTS, **RAGGED},
+    "activate": {"x": ROWS[:, :4], "activation": "geglu", "interleaved": True},
+    "activate, relu2": {"x": ROWS, "activation": "relu2", "interleaved": False},
+    "activate_backward": {
+        "grad": ROWS[:, :2], "x": ROWS[:, :4], "activation": "swiglu", "interleaved": False, "again": True},
     "take": {"values": SLOTS, "index": PLAN.slot_of_row, "inverse": PLAN.row_of_slot},
     "slot_weights": {"weights": LOGITS, **RAGGED},
     "slot_weights, table": {"weights": LOGITS, **TABLE},

@@ -50,6 +50,7 @@ def test_opcheck(which: int, dtype: torch.dtype) -> None:
     x = torch.randn(plan.num_tokens, 8, dtype=dtype, requires_grad=True)
     rows = torch.randn(plan.num_rows, 8, dtype=dtype, requires_grad=True)
     slots = torch.rand(plan.num_slots, requires_grad=True)
+    halves = torch.randn(plan.num_rows, 4, dtype=dtype, requires_grad=True)
     ops = torch.ops.moeroute
     for operator, arguments in (
         (ops.spread, (x, None, *plan.tensors, None)),
@@ -61,6 +62,10 @@ def test_opcheck(which: int, dtype: torch.dtype) -> None:
         (ops.take, (slots, plan.slot_of_row, plan.row_of_slot, None)),
         (ops.dynamic_quantize, (rows, None, None, None)),
         (ops.dynamic_quantize, (rows, torch.rand(5, 8, requires_grad=True), plan.slot_of_row, None)),
+        (ops.activate, (rows, "swiglu", False, None)),
+        (ops.activate, (rows, "relu2", False, None)),
+        (ops.activate_backward, (halves, rows, "geglu", False, False, None)),
+        (ops.activate_backward, (halves, rows, "swiglu_clamped", True, True, None)),
         (ops.quantize, (rows, torch.tensor(2.0), torch.tensor([1.0]), None)),
         (ops.spread_static, (x, torch.tensor(2.0), torch.tensor([1.0]), *plan.tensors, None)),
         (ops.spread_quantized, (x, None, None, *plan.tensors, None)),

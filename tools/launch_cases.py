@@ -185,6 +185,29 @@ def permutation_cases() -> Iterator[Case]:
     yield from over(routing_map, experts=experts, topk=(1, 8), ragged=(False, True), bits=(False, True))
 
 
+def activation_cases() -> Iterator[Case]:
+    """Calls of the launchers in activations/on_triton.py."""
+    from moeroute.ops.activations import on_triton
+
+    def activate(dtype: torch.dtype, kind: str, width: int, interleaved: bool, layout: str) -> None:
+        on_triton.activate(matrix(TOKENS, width * (1 if kind == "relu2" else 2), dtype, layout), kind, interleaved)
+
+    def activate_backward(
+        dtype: torch.dtype, kind: str, width: int, interleaved: bool, again: bool, layout: str
+    ) -> None:
+        on_triton.activate_backward(
+            matrix(TOKENS, width, dtype, layout), matrix(TOKENS, width * (1 if kind == "relu2" else 2), dtype, layout),
+            kind, interleaved, again,
+        )  # fmt: skip
+
+    axes = {
+        "dtype": FLOATS, "kind": tuple(on_triton.KINDS), "width": HIDDEN, "interleaved": (False, True),
+        "layout": LAYOUTS,
+    }  # fmt: skip
+    yield from over(activate, **axes)
+    yield from over(activate_backward, again=(False, True), **axes)
+
+
 def quantization_cases() -> Iterator[Case]:
     """Calls of the launchers in quantization/on_triton.py."""
     from moeroute.ops.quantization import on_triton
@@ -389,3 +412,4 @@ def cases() -> Iterator[Case]:
     yield from planning_cases()
     yield from permutation_cases()
     yield from quantization_cases()
+    yield from activation_cases()

@@ -25,7 +25,8 @@ from moeroute import check
 Backend = Literal["reference", "cpu", "triton"]
 FILES: dict[Backend, str] = {"reference": "reference", "cpu": "on_numba", "triton": "on_triton"}
 NAMES: tuple[Backend, ...] = get_args(Backend)
-ROOMS = ("gating", "planning", "maps", "indices", "rows", "weights", "quantization")  # of ops, along the data path
+# Of ops, along the data path.
+ROOMS = ("gating", "planning", "maps", "indices", "rows", "weights", "quantization", "activations")
 OLDEST_TRITON = (3, 2)
 OLDEST_INTERPRETER = (3, 6)  # older ones write int64 into int32 tensors, beyond their ends
 OLDEST_CAPABILITY = (8, 0)  # the first with bfloat16

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from moeroute import check, dispatch
 from moeroute.dispatch import Backend
 from moeroute.dtypes import FLOATS, LARGEST
+from moeroute.ops.activations.op import activate as activate
 from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
 from moeroute.ops.experts import autocast_is_on, by_ends, check_sizes
 from moeroute.ops.experts import grouped_linear as grouped_linear

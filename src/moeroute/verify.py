@@ -17,6 +17,7 @@ from torch import Tensor
 import moeroute
 from moeroute import dispatch
 from moeroute.dispatch import Backend
+from moeroute.ops.activations.op import ACTIVATIONS, Activation, activate, activate_backward
 from moeroute.testing import assert_same_bits
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -315,6 +316,32 @@ def _quantised_checks(
     yield _check(f"quantize {name}, spread", moeroute.quantize, tokens, scale, offset, plan=plan)
 
 
+# ---------------------------------------------------------------------------- activations
+
+
+def activation_checks(num_rows: int, width: int, seed: int) -> Iterator[Check]:
+    """Every activation of experts and its gradient, gate and up in halves and in pairs."""
+    generator = torch.Generator().manual_seed(seed)
+    for dtype, activation, interleaved in itertools.product(DTYPES, ACTIVATIONS, (False, True)):
+        if activation == "relu2" and interleaved:
+            continue
+        x = _spoil(torch.randn(num_rows, 2 * width, generator=generator) * 6, generator).to(dtype)
+        shape = (num_rows, 2 * width if activation == "relu2" else width)
+        grad = _spoil(torch.randn(shape, generator=generator), generator).to(dtype)
+        options = (activation, interleaved)
+        name = f"{activation} {width} {_short(dtype)}{', pairs' * interleaved}"
+        yield _check(f"activate {name}", _activate, x, *options)
+        yield _check(f"activate_backward {name}", _activate_backward, grad, x, *options)
+
+
+def _activate(x: Tensor, activation: Activation, interleaved: bool, backend: Backend | None) -> Tensor:
+    return activate(x, activation, interleaved=interleaved, backend=backend)
+
+
+def _activate_backward(*arguments: Any, backend: Backend | None) -> Any:
+    return activate_backward(*arguments, True, backend)
+
+
 # ---------------------------------------------------------------------------- all
 
 
@@ -325,6 +352,8 @@ def checks(seed: int = 0) -> Iterator[Check]:
     yield from plan_checks(300, 130, 6, seed)
     yield from row_checks(23, 12, 3, 331, seed)
     yield from row_checks(9, 5, 2, 2048, seed)
+    yield from activation_checks(7, 75, seed)
+    yield from activation_checks(5, 128, seed)
 
 
 def can_run(backend: Backend, device: torch.device) -> bool:

@@ -9,6 +9,7 @@ The data path, and the folder of each step:
     rows/       spread (tokens to rows), combine (rows to tokens), row_dots (gradients of weights)
     weights/    weights in the order of slots or rows, and back
     quantization/   rows as int8 with scales
+    activations/    what stands between the two products of an expert
 
 `moeroute/permutation.py` makes permute, unpermute and their gradients of rows/ and weights/.
 

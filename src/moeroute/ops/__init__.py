@@ -26,5 +26,6 @@ Where to look:
     register.py     how an operator becomes one of torch.library
     layout.py       strides, `out=`, addresses
     *.py            operators in plain torch: balance (losses), experts (a linear map per expert), router_product
-                    (logits), exchange and gradient_norm (several ranks); group_topk, half_quantization, replicas, special_experts serve the aclnn operators
+                    (logits), exchange and gradient_norm (several ranks); group_topk, half_quantization, replicas and
+                    special_experts serve the aclnn operators
 """

@@ -162,6 +162,17 @@ def npu_module() -> ModuleType:
     return module
 
 
+def absent_module() -> ModuleType:
+    """The module torch.npu of a process that still knows the name of the device: there is none.
+
+    torch looks for it when it seeds, compiles or asks for an accelerator.
+    """
+    module = npu_module()
+    values: dict[str, Any] = {"is_available": lambda: False, "device_count": lambda: 0, "manual_seed_all": _nothing}
+    vars(module).update(values)
+    return module
+
+
 class _Settings:
     """Anything may be set, such as allow_internal_format; the CPU has no use for it."""
 

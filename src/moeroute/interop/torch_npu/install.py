@@ -41,6 +41,9 @@ class _Installed:
         for name, module in self.modules.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
+        if _named():
+            sys.modules["torch.npu"] = host.absent_module()
+            setattr(torch, "npu", sys.modules["torch.npu"])  # noqa: B010 - torch has no such attribute for mypy
         set_memory_pool(**self.pool)
 
 
@@ -119,9 +122,14 @@ def _put() -> _Installed:
     return done
 
 
+def _named() -> bool:
+    """Whether torch knows "npu" as the name of a device."""
+    return torch._C._get_privateuse1_backend_name() == "npu"
+
+
 def _name_devices(done: _Installed) -> None:
     """Let "npu" name a device; torch accepts the name once a process and keeps it."""
-    if torch._C._get_privateuse1_backend_name() != "npu":
+    if not _named():
         torch.utils.rename_privateuse1_backend("npu")  # type: ignore[attr-defined]
     done.replace(torch, "Generator", host.Generator)
     done.replace(torch, "autocast", host.Autocast)

@@ -91,11 +91,13 @@ def store_pairs(typingctx, pointer, offset, even, odd, count):
 
 @helper
 def not_above(x, limit):
+    """x, cut at the limit from above; a NaN stays."""
     return choose(x > splat(limit), splat(limit), x)
 
 
 @helper
 def not_below(x, limit):
+    """x, cut at the limit from below; a NaN stays."""
     return choose(splat(limit) > x, splat(limit), x)
 
 
@@ -109,6 +111,7 @@ def inside(gate, up, kind):
 
 @helper
 def sigmoid_of(gate, kind):
+    """The sigmoid of what the activation puts into it."""
     if kind == GEGLU:
         return sigmoid((gate + ((gate * gate) * splat(CUBIC)) * gate) * splat(STEEPNESS))
     if kind == CLAMPED:
@@ -142,6 +145,7 @@ def activate_kernel(
     lo: int64,
     hi: int64,
 ):
+    """One pass over the rows: gate and up are read where they lie."""
     for r in range(lo, hi):
         at, to = r * x.stride, r * out.stride
         for h in range(0, width, LANES):
@@ -177,6 +181,7 @@ def activate_backward_kernel(
     lo: int64,
     hi: int64,
 ):
+    """One pass over gradient and rows; with `again` the activation is made once more beside it."""
     for r in range(lo, hi):
         at, to = r * x.stride, r * out.stride
         for h in range(0, width, LANES):

@@ -64,6 +64,7 @@ def slope_of(gate, s, KIND: tl.constexpr):
 def activate_kernel(
     out, x, num_rows, width, x_stride, KIND: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """One pass over the rows: gate and up are read where they lie."""
     row, column, inside = place(num_rows, width, ROWS, BLOCK)
     at = x + row * x_stride + column * (1 if APART else 2)
     first = widen(tl.load(at, mask=inside, other=0))
@@ -91,6 +92,7 @@ def activate_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One pass over gradient and rows."""
     row, column, inside = place(num_rows, width, ROWS, BLOCK)
     at = x + row * x_stride + column * (1 if APART else 2)
     first = widen(tl.load(at, mask=inside, other=0))

@@ -162,6 +162,21 @@ def test_v3_copies_int8_tokens() -> None:
 COLUMNS, BY_COLUMN = [[0, 3], [1, 4], [2, 5]], [[1, 2], [0, 1], [0, 2]]
 
 
+def test_v3_without_quantisation_into_int8() -> None:
+    """The shipped example: float32 tokens and a result of int8, of which a device prints the rows' first bytes."""
+    x = f32([[0.1, 0.1], [0.2, 0.2], [0.3, 0.3]])
+    ids = i32([[1, 2, 0, 3], [0, 2, 1, 3], [0, 1, 3, 2]])
+    rows, indices, scales = poison(12, 2, dtype=torch.int8), empty_ids(12), poison(12)
+    counts = torch.zeros(4, dtype=torch.int64)
+    scale, offset = f32([0.3423, 0.1652, 0.2652]), f32([1.8369, 0.0, 0.0])
+    options = 12, 4, 256, 0, 1, True, -1, (0, 4), 1
+    run("MoeInitRoutingV3", x, ids, scale, offset, *options, rows, indices, counts, scales)
+    assert indices.tolist() == [2, 4, 8, 0, 6, 9, 1, 5, 11, 3, 7, 10]
+    assert counts.tolist() == [3, 3, 3, 3]
+    torch.testing.assert_close(rows.flatten(), x.flatten().view(torch.int8))  # expert 0 has the tokens 0, 1 and 2
+    torch.testing.assert_close(scales, scale.repeat(4))
+
+
 def test_quant_rounds_to_half() -> None:
     """In float32 4.952 would become 53."""
     x, expanded = f32([[4.952, 10.0], [0.37, -300.0], [1.001, 5.0]]), poison(6, 2, dtype=torch.int8)
@@ -221,7 +236,7 @@ REFUSED: list[tuple[str, dict[str, Any], int]] = [
     *(("MoeInitRoutingV3", {"quantMode": mode}, TILING) for mode in (-2, *range(2, 18))),
     ("MoeInitRoutingV3", {"x": torch.ones(3, 2, dtype=torch.int8)}, INVALID),
     ("MoeInitRoutingV3", {"expandedXOut": poison(6, 2)}, INVALID),
-    ("MoeInitRoutingV3", {"quantMode": -1}, INVALID),
+    ("MoeInitRoutingV3", {"quantMode": -1, "expandedXOut": poison(6, 2, dtype=torch.float16)}, INVALID),
     ("MoeInitRoutingV3", {"expertIdx": torch.zeros(3, 2, dtype=torch.int64)}, INVALID),
     ("MoeInitRoutingV3", {"quantMode": 0, "scaleOptional": ones(1), "offsetOptional": ones(1).half()}, INVALID),
     ("MoeInitRoutingV3", {"expertTokensCountOrCumsumOut": None, "expertTokensNumFlag": False}, NULL),

@@ -125,7 +125,7 @@ def _moe_init_routing_v3(
     typed("scaleOptional", scale, torch.float32)
     typed("offsetOptional", offset, torch.float32)
     if known:
-        typed("expandedXOut", expandedXOut, x.dtype if quantMode == _NONE else torch.int8)
+        typed("expandedXOut", expandedXOut, *((x.dtype,) if quantMode == _NONE else ()), torch.int8)
     typed("expandedRowIdxOut", expandedRowIdxOut, torch.int32)
     typed("expertTokensCountOrCumsumOut", expertTokensCountOrCumsumOut, torch.int64)
     typed("expandedScaleOut", scale_out, torch.float32)
@@ -197,6 +197,8 @@ def _moe_init_routing_v3(
             result = spread(x, plan)
             if scale is not None:
                 scale_out.copy_(spread(scale[:, None], plan).view(scale_out.shape))
+            if expandedXOut.dtype is not x.dtype:  # the shipped example: the rows' memory, as much as int8 has room for
+                result = result.reshape(-1).view(torch.int8)[: expandedXOut.numel()]
         expandedXOut.copy_(result.view(expandedXOut.shape))
 
     return 0, work

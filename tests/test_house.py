@@ -263,12 +263,12 @@ def signature_of(function: ast.FunctionDef) -> str:
 
 
 # Files that a reader of the room on the CPU opens, numba_kit as one. Of gating each direction is five; maps and indices
-# share their last steps with planning, weights its sums with rows.
+# share their last steps with planning, weights and quantization their reference with rows.
 FILES_TO_READ = {
     "rows": 4,
     "planning": 5,
     "gating": 6,
-    "weights": 7,
+    "weights": 6,
     "maps": 7,
     "indices": 7,
     "quantization": 6,

@@ -24,8 +24,8 @@ from moeroute.ops.numba_kit.pointers import (
     uint8_ptr,
 )
 from moeroute.ops.numba_kit.row_sums import load_part
-from moeroute.ops.numba_kit.slots import ZERO, Rows, Slots, first_slot
-from moeroute.ops.rows.on_numba import copy_row, matrix, past_caches, plan_slots, zero_unused_rows
+from moeroute.ops.numba_kit.slots import ZERO, Rows, Slots, first_slot, matrix, plan_slots
+from moeroute.ops.rows.on_numba import copy_row, past_caches, zero_unused_rows
 from moeroute.plan import PlanTensors
 
 MAGNITUDE = np.int32(0x7FFFFFFF)

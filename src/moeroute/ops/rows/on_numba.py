@@ -28,7 +28,7 @@ from moeroute.ops.numba_kit.helpers import helper
 from moeroute.ops.numba_kit.launch import FLOATS, SERIAL_WORK, element_ptr, kernel
 from moeroute.ops.numba_kit.pointers import ALIGNMENT, LANES, float32_ptr, is_null, uint8_ptr
 from moeroute.ops.numba_kit.row_sums import dot_row, load_part, store_block, store_part
-from moeroute.ops.numba_kit.slots import ZERO, Rows, Slots, first_slot, zero_unowned_slots
+from moeroute.ops.numba_kit.slots import ZERO, Rows, Slots, first_slot, plan_slots, zero_unowned_slots
 from moeroute.plan import PlanTensors
 
 # Outputs from here on go past the caches. Below it the next operator finds them in the cache.
@@ -376,30 +376,6 @@ def spread_dots_kernel(
 
 
 # ---------------------------------------------------------------------------- launchers
-
-
-# Records are plain tuples in the order of their class: making a NamedTuple takes 0.35 µs, and one token needs six.
-
-
-def plan_slots(plan: PlanTensors, num_rows: int | None = None) -> tuple[int, ...]:
-    """A `Slots` record: the plan as kernels read it. Rows from `num_rows` on count as none; None: the plan's own R."""
-    row_of_slot, slot_of_row, slot_offsets, expert_of_slot, num_tokens = plan
-    num_slots = row_of_slot.numel()
-    return (
-        row_of_slot.data_ptr(),
-        slot_of_row.data_ptr(),
-        0 if slot_offsets is None else slot_offsets.data_ptr(),
-        0 if expert_of_slot is None else expert_of_slot.data_ptr(),
-        num_slots // num_tokens if num_tokens else 0,
-        num_slots,
-        slot_of_row.numel() if num_rows is None else num_rows,
-        num_tokens,
-    )
-
-
-def matrix(tensor: Tensor | None) -> tuple[int, int]:
-    """A `Rows` record."""
-    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0))
 
 
 def past_caches(address: int, stride_bytes: int, result_bytes: int) -> bool:

@@ -9,8 +9,7 @@ from moeroute.dtypes import BITS
 from moeroute.ops import layout
 from moeroute.ops.numba_kit.launch import FLOATS, Keyed, element_ptr, kernel
 from moeroute.ops.numba_kit.pointers import POINTER, advance, float32_ptr, int32_ptr, uint8_ptr
-from moeroute.ops.numba_kit.slots import ZERO, Rows, Slots, first_slot, zero_unowned_slots
-from moeroute.ops.rows.on_numba import plan_slots
+from moeroute.ops.numba_kit.slots import ZERO, Rows, Slots, first_slot, plan_slots, zero_unowned_slots
 from moeroute.plan import PlanTensors
 
 bits_ptr = Keyed(lambda size: POINTER[BITS[size]])

@@ -17,6 +17,9 @@ from moeroute.aclnn.signatures import SIGNATURES
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+# A test of small results: once with each backend behind the layer.
+on_every_backend = pytest.mark.usefixtures("layer_backend")
+
 NULL, INVALID, INNER, TILING, INNER_NULL = 161001, 161002, 561000, 561002, 561103
 
 

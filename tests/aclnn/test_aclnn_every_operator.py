@@ -15,6 +15,7 @@ from aclnn_calls import (
     TILING,
     call_refused,
     cases,
+    on_every_backend,
     outputs_of,
     poison,
     prepare,
@@ -22,8 +23,9 @@ from aclnn_calls import (
     same,
     workspace_of,
 )
-from moeroute import aclnn
+from moeroute import aclnn, dispatch
 from moeroute.aclnn.signatures import SIGNATURES
+from moeroute.dispatch import Backend
 from moeroute.testing import assert_same_bits
 
 # ---------------------------------------------------------------------------- prototypes
@@ -77,11 +79,20 @@ def test_declarations() -> None:
 # ---------------------------------------------------------------------------- valid calls
 
 
+@pytest.mark.parametrize(
+    "name", ["MoeTokenPermute", "MoeTokenUnpermuteGrad", "MoeGatingTopKSoftmax", "MoeInitRoutingQuantV2"]
+)
+def test_the_layer_asks_the_backend_of_the_fixture(layer_backend: Backend, name: str) -> None:
+    run(name, *GOOD[name]().values(), workspace=workspace_of(name))
+    assert set(dispatch._chosen.values()) == {layer_backend}
+
+
 def test_every_operator_has_a_valid_call() -> None:
     assert list(GOOD) == list(SIGNATURES)
 
 
 @pytest.mark.parametrize("name", GOOD)
+@on_every_backend
 def test_valid_call_writes_every_output(subtests: pytest.Subtests, name: str) -> None:
     arguments = GOOD[name]()
     run(name, *arguments.values(), workspace=workspace_of(name))
@@ -92,6 +103,7 @@ def test_valid_call_writes_every_output(subtests: pytest.Subtests, name: str) ->
 
 @pytest.mark.parametrize("layout", ("rows", "columns", "transposed"))
 @pytest.mark.parametrize("name", GOOD)
+@on_every_backend
 def test_strided_outputs_and_inputs(subtests: pytest.Subtests, name: str, layout: str) -> None:
     """Every second element of a wider buffer, or a transposed one: same result, nothing beside it touched."""
     plain = GOOD[name]()

@@ -17,6 +17,7 @@ from aclnn_calls import (
     empty_ids,
     f32,
     i32,
+    on_every_backend,
     ones,
     poison,
     run,
@@ -35,6 +36,7 @@ from aclnn_drawn import (
 # ---------------------------------------------------------------------------- worked numbers
 
 
+@on_every_backend
 def test_compute_expert_tokens_of_the_document() -> None:
     out = poison(3, dtype=torch.int32)
     run("MoeComputeExpertTokens", i32([0, 0, 1, 1, 2, 2]), 3, out)
@@ -43,6 +45,7 @@ def test_compute_expert_tokens_of_the_document() -> None:
 
 @pytest.mark.parametrize("idx_type, numbers", ((0, [0, 3, 4, 5, 1, 2]), (1, [0, 4, 5, 1, 2, 3])))
 @pytest.mark.parametrize("dtype", (*FLOATS, torch.int8), ids=spoken)
+@on_every_backend
 def test_re_routing(dtype: torch.dtype, idx_type: int, numbers: list[int]) -> None:
     tokens = torch.arange(12).reshape(6, 2).to(dtype)
     scales = torch.arange(6.0)
@@ -64,6 +67,7 @@ UPDATED = ((0, 0, [[0, 1], [1, 2], [2, 3]]), (0, 2, [[0, 4], [4, 5], [5, 3]]), (
 
 @pytest.mark.parametrize("mode, rank, expected", UPDATED, ids=("rank 0", "rank 2", "in turn"))
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64), ids=spoken)
+@on_every_backend
 def test_update_expert(dtype: torch.dtype, mode: int, rank: int, expected: list[list[int]]) -> None:
     ids = torch.tensor([[0, 1], [1, 2], [2, 3]], dtype=dtype)
     scales, threshold = f32([[0.6, 0.4], [0.9, 0.1], [0.75, 0.25]]), f32([0.0, 0.25])
@@ -77,6 +81,7 @@ def test_update_expert(dtype: torch.dtype, mode: int, rank: int, expected: list[
     assert kept.tolist() == [[True, True], [True, False], [True, True]]
 
 
+@on_every_backend
 def test_update_expert_without_scales_writes_no_mask() -> None:
     balanced, kept = empty_ids(1, 2), torch.tensor([[True, False]])
     run("MoeUpdateExpert", i32([[3, 1]]), i32(TABLE), None, None, None, 1, 2, 0, balanced, kept)
@@ -85,6 +90,7 @@ def test_update_expert_without_scales_writes_no_mask() -> None:
 
 
 @pytest.mark.parametrize("mode, instances", ((0, (9, 9)), (1, (8, 9))), ids=("by rank", "in turn"))
+@on_every_backend
 def test_update_expert_of_what_the_table_does_not_have(mode: int, instances: tuple[int, int]) -> None:
     """Ids outside it, counts outside its columns: -1."""
     table = i32([[0, 7, 7], [3, 7, 7], [-(2**31), 7, 7], [2**31 - 1, 7, 7], [2, 8, 9]])
@@ -94,6 +100,7 @@ def test_update_expert_of_what_the_table_does_not_have(mode: int, instances: tup
     same(balanced, [[-1] * 4 + [instance] for instance in instances])
 
 
+@on_every_backend
 def test_update_expert_keeps_no_nan() -> None:
     scales = f32([[math.nan, 1.0], [1.0, 1.0], [math.inf, 0.5]])
     kept = torch.ones(3, 2, dtype=torch.bool)
@@ -199,6 +206,7 @@ def test_re_routing_of_any_lengths(ranks: int, num_experts: int, seed: int, wide
     same(counts, lengths.sum(0))
 
 
+@on_every_backend
 def test_re_routing_where_the_lengths_do_not_add_up() -> None:
     """Tokens behind the last chunk have no row: zero rows, index -1."""
     tokens, rows = ones(4, 2), poison(4, 2)
@@ -217,5 +225,6 @@ EMPTY: list[tuple[str, dict[str, Any]]] = [
 
 
 @cases("name, changes", EMPTY)
+@on_every_backend
 def test_empty_tensors(subtests: pytest.Subtests, name: str, changes: dict[str, Any]) -> None:
     zeros_where_nothing_is_to_do(subtests, name, changes)

@@ -21,6 +21,7 @@ from aclnn_calls import (
     empty_ids,
     f32,
     i32,
+    on_every_backend,
     ones,
     poison,
     run,
@@ -41,6 +42,7 @@ XNORM = [
 ]
 
 
+@on_every_backend
 def test_gating_backward_of_the_document() -> None:
     grad = f32([[1.0, 0.5], [0.8, 0.3], [0.6, 0.9], [0.4, 0.7]])
     ids = i32([[3, 6], [2, 7], [1, 4], [0, 7]])
@@ -55,6 +57,7 @@ def test_gating_backward_of_the_document() -> None:
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-9)
 
 
+@on_every_backend
 def test_gating_v2_of_the_document() -> None:
     x, bias = torch.rand(3, 256) * 10, torch.rand(256) * 10
     table = torch.tensor([[10, 42], [33, 127], [5, 88]])
@@ -68,6 +71,7 @@ def test_gating_v2_of_the_document() -> None:
 
 
 @pytest.mark.parametrize("ids_dtype", (torch.int32, torch.int64), ids=spoken)
+@on_every_backend
 def test_gating_v2_with_an_unknown_id_chooses_nothing(ids_dtype: torch.dtype) -> None:
     ids = torch.tensor([1, -1, 7], dtype=ids_dtype)
     table = torch.tensor([[1, 2], [3, 0]], dtype=ids_dtype)
@@ -83,6 +87,7 @@ def test_gating_v2_with_an_unknown_id_chooses_nothing(ids_dtype: torch.dtype) ->
 X_SOFTMAX = [[0.1, 1.1, 2.1, 3.1], [4.1, 5.1, 6.1, 7.1], [8.1, 9.1, 10.1, 11.1]]
 
 
+@on_every_backend
 def test_gating_softmax_of_the_document() -> None:
     y, ids, numbers = poison(3, 2), poison(3, 2, dtype=torch.int32), poison(3, 2, dtype=torch.int32)
     run("MoeGatingTopKSoftmax", f32(X_SOFTMAX), None, 2, y, ids, numbers)
@@ -91,6 +96,7 @@ def test_gating_softmax_of_the_document() -> None:
     same(numbers, [[0, 3], [1, 4], [2, 5]])
 
 
+@on_every_backend
 def test_gating_softmax_of_finished_rows() -> None:
     y, ids, numbers = poison(3, 2), poison(3, 2, dtype=torch.int32), poison(3, 2, dtype=torch.int32)
     finished = torch.tensor([False, True, False])
@@ -99,6 +105,7 @@ def test_gating_softmax_of_finished_rows() -> None:
     torch.testing.assert_close(y, f32([[0.643914, 0.236883]] * 3), rtol=0, atol=1e-6)
 
 
+@on_every_backend
 def test_gating_softmax_v2() -> None:
     x = f32([[0.0, -200.0, -150.0], [3.0, 3.0, 1.0]])
     y, ids, soft = poison(2, 2), poison(2, 2, dtype=torch.int32), poison(2, 3)
@@ -116,6 +123,7 @@ FUSED_X, FUSED_ADD = [[0, 1, -1, 2, 0, 0], [-4, -3, -2, -1, -2, -2]], [0, 0, 0.5
 NO_MAPPING = (None, None)
 
 
+@on_every_backend
 def test_fused_topk() -> None:
     """Two groups of three stay; of equal values the smaller id comes first."""
     y, ids = poison(2, 3), empty_ids(2, 3)
@@ -124,6 +132,7 @@ def test_fused_topk() -> None:
     torch.testing.assert_close(y, f32([[0.8807971, 0.26894143, 0.5], [0.11920292] * 3]), rtol=1e-6, atol=0)
 
 
+@on_every_backend
 def test_fused_topk_normalised_and_mapped() -> None:
     y, ids = poison(2, 3), empty_ids(2, 3)
     numbers = i32([1, 2, 2, 0, 1, 3])
@@ -134,6 +143,7 @@ def test_fused_topk_normalised_and_mapped() -> None:
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=0)
 
 
+@on_every_backend
 def test_fused_topk_where_losing_groups_count_as_zero() -> None:
     """All values are negative, so the zeros of the groups that are out win."""
     y, ids = poison(2, 3), empty_ids(2, 3)
@@ -143,6 +153,7 @@ def test_fused_topk_where_losing_groups_count_as_zero() -> None:
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=0)
 
 
+@on_every_backend
 def test_fused_topk_with_a_mapping_of_what_is_not_there() -> None:
     """Column 0 for a count of 0, -1 for a count that the table has no columns for."""
     y, ids = poison(1, 4), empty_ids(1, 4)
@@ -152,6 +163,7 @@ def test_fused_topk_with_a_mapping_of_what_is_not_there() -> None:
     same(ids, [[10, -1, -1, 13]])
 
 
+@on_every_backend
 def test_fused_topk_puts_nan_first() -> None:
     y, ids = poison(1, 3), empty_ids(1, 3)
     x, add = f32([[math.nan, 5.0, 0.0, 0.0]]), f32([0.0, 0.0, -math.nan, 0.0])
@@ -331,6 +343,7 @@ def test_gating_topk(
     close(y, weights * 1.5)
 
 
+@on_every_backend
 def test_gating_topk_takes_the_smaller_expert_of_equal_ones() -> None:
     x = torch.zeros(2, 8)
     y, ids, scores = poison(2, 3), empty_ids(2, 3), poison(2, 8)

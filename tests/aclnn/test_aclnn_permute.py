@@ -21,6 +21,7 @@ from aclnn_calls import (
     empty_ids,
     f32,
     i32,
+    on_every_backend,
     ones,
     poison,
     prepare,
@@ -48,6 +49,7 @@ from moeroute.testing import assert_same_bits
 # ---------------------------------------------------------------------------- worked numbers
 
 
+@on_every_backend
 def test_token_permute_grad_of_the_document() -> None:
     out = poison(1, 2, dtype=torch.bfloat16)
     grad = f32([[1, 2], [3, 4]]).bfloat16()
@@ -55,6 +57,7 @@ def test_token_permute_grad_of_the_document() -> None:
     same(out, [[4.0, 6.0]])
 
 
+@on_every_backend
 def test_token_permute_of_the_document() -> None:
     rows, indices = poison(6, 4), poison(6, dtype=torch.int32)
     run("MoeTokenPermute", f32(X34), i32([[1, 2], [0, 1], [0, 2]]), 0, False, rows, indices)
@@ -63,6 +66,7 @@ def test_token_permute_of_the_document() -> None:
 
 
 @pytest.mark.parametrize("ids_dtype", (torch.int32, torch.int64), ids=spoken)
+@on_every_backend
 def test_token_permute_of_int8_tokens(ids_dtype: torch.dtype) -> None:
     tokens = torch.tensor([[1, -2], [3, 4], [5, -128]], dtype=torch.int8)
     rows, indices = poison(4, 2, dtype=torch.int8), poison(6, dtype=torch.int32)
@@ -80,6 +84,7 @@ def test_int8_tokens_have_a_limit_of_their_own(slots: int, num_out: int, code: i
 
 
 @pytest.mark.parametrize("num_out, kept", ((0, 6), (4, 4), (6, 6), (9, 6), (-2, 4), (-6, 0), (-9, 0)))
+@on_every_backend
 def test_token_permute_keeps_the_first_rows_and_all_indices(num_out: int, kept: int) -> None:
     rows, indices = poison(kept, 4), poison(6, dtype=torch.int32)
     run("MoeTokenPermute", f32(X34), torch.tensor([[1, 2], [0, 1], [0, 2]]), num_out, False, rows, indices)
@@ -87,6 +92,7 @@ def test_token_permute_keeps_the_first_rows_and_all_indices(num_out: int, kept: 
     same(rows, f32([X34[t] for t in (1, 2, 0, 1, 0, 2)[:kept]]).reshape(kept, 4))
 
 
+@on_every_backend
 def test_token_unpermute_of_the_document() -> None:
     out = poison(1, 2, dtype=torch.bfloat16)
     rows = f32([[1, 2], [3, 4]]).bfloat16()
@@ -94,12 +100,14 @@ def test_token_unpermute_of_the_document() -> None:
     same(out, [[4.0, 6.0]])
 
 
+@on_every_backend
 def test_token_unpermute_without_probs_has_one_row_a_token() -> None:
     out = poison(2, 2, dtype=torch.bfloat16)
     run("MoeTokenUnpermute", f32([[1, 2], [3, 4]]).bfloat16(), i32([1, 0]), None, False, None, out)
     same(out, [[3.0, 4.0], [1.0, 2.0]])
 
 
+@on_every_backend
 def test_token_unpermute_grad_of_the_document() -> None:
     rows_out, probs_out = poison(3, 2), poison(1, 3)
     ones = torch.ones(3, 2), torch.ones(1, 2), i32([0, 1, 2]), torch.ones(1, 3)
@@ -114,6 +122,7 @@ EP_ROWS = [[2.0, 2.0], [1.0, 1.0], [3.0, 3.0], [2.0, 2.0]]
 EP_INDICES = [2, 0, 4, 1, 5, 3]
 
 
+@on_every_backend
 def test_permute_with_ep_of_the_document() -> None:
     x = f32(X34).bfloat16()
     ids = i32([[1, 2], [3, 1], [2, 3]])
@@ -126,6 +135,7 @@ def test_permute_with_ep_of_the_document() -> None:
     same(row_probs, probs.flatten()[[3, 1, 4, 2]])
 
 
+@on_every_backend
 def test_unpermute_with_ep_of_the_document() -> None:
     out = poison(3, 2)
     run("MoeTokenUnpermuteWithEp", f32(EP_ROWS), i32(EP_INDICES), torch.ones(3, 2), 2, [1, 5], False, None, out)
@@ -133,6 +143,7 @@ def test_unpermute_with_ep_of_the_document() -> None:
 
 
 @pytest.mark.parametrize("shape", ((3, 2), (6,)), ids=("T_K", "flat"))
+@on_every_backend
 def test_permute_with_ep_grad_of_the_document(shape: tuple[int, ...]) -> None:
     """The gradient of the probs comes as [T, K] or as [T * K], here with every second element of a buffer."""
     tokens, grads = poison(3, 2), poison(*shape[:-1], 2 * shape[-1])[..., ::2]
@@ -144,6 +155,7 @@ def test_permute_with_ep_grad_of_the_document(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("no_range", (None, (-1, -1)))
+@on_every_backend
 def test_unpermute_with_ep_grad_of_the_document(no_range: tuple[int, int] | None) -> None:
     rows_out, probs_out = poison(3, 2), poison(1, 3)
     ones = torch.ones(1, 2), i32([0, 1, 2]), torch.ones(3, 2), torch.ones(1, 3)
@@ -152,6 +164,7 @@ def test_unpermute_with_ep_grad_of_the_document(no_range: tuple[int, int] | None
     same(probs_out, [[2.0, 2.0, 2.0]])
 
 
+@on_every_backend
 def test_with_ep_without_a_range_is_the_plain_operator() -> None:
     rows, indices, untouched = poison(6, 4), poison(6, dtype=torch.int32), poison(6)
     ids = i32([[1, 2], [0, 1], [0, 2]])
@@ -164,6 +177,7 @@ def test_with_ep_without_a_range_is_the_plain_operator() -> None:
     assert untouched.isnan().all()
 
 
+@on_every_backend
 def test_with_ep_unpermute_grad_in_a_range() -> None:
     grad = f32([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
     probs = f32([[0.5, 0.25], [2.0, 4.0], [8.0, 1.0]])
@@ -361,6 +375,7 @@ def test_unpermute_without_probs(sizes: tuple[int, int, int, int], seed: int, dt
     assert untouched.isnan().all()
 
 
+@on_every_backend
 def test_a_weight_of_zero_does_not_read_its_row() -> None:
     out = poison(1, 2)
     rows = f32([[math.inf, math.nan], [1.0, 2.0]])
@@ -369,6 +384,7 @@ def test_a_weight_of_zero_does_not_read_its_row() -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=spoken)
+@on_every_backend
 def test_gathers_copy_bits(dtype: torch.dtype) -> None:
     x = torch.tensor([[0.0, -0.0, math.inf, -math.inf, math.nan, 1e-7]]).to(dtype)
     rows, indices = poison(2, 6, dtype=dtype), empty_ids(2)
@@ -380,6 +396,7 @@ def test_gathers_copy_bits(dtype: torch.dtype) -> None:
 ENDS = (2**31 - 1, -(2**31), 1065353216, -1, 6, 0)  # the last one is a row
 
 
+@on_every_backend
 def test_permute_grad_of_indices_beyond_every_range() -> None:
     """No index value reads or writes outside: the ends of int32 name nothing."""
     out = poison(3, 2)
@@ -387,12 +404,14 @@ def test_permute_grad_of_indices_beyond_every_range() -> None:
     same(out, [[0.0, 0.0], [0.0, 0.0], [1.0, 1.0]])
 
 
+@on_every_backend
 def test_unpermute_grad_of_indices_beyond_every_range() -> None:
     rows_out = poison(6, 2)
     run("MoeTokenUnpermuteGrad", None, ones(6, 2), i32(ENDS), None, False, None, rows_out, None)
     same(rows_out, [[1.0, 1.0]] + [[0.0, 0.0]] * 5)
 
 
+@on_every_backend
 def test_permute_of_ids_beyond_every_range() -> None:
     rows, indices = poison(6, 2), empty_ids(6)
     ids = torch.tensor([[2**62, -(2**62)], [2**32, 0], [-1, 2**31]])
@@ -419,6 +438,7 @@ EMPTY: list[tuple[str, dict[str, Any]]] = [
 
 
 @cases("name, changes", EMPTY)
+@on_every_backend
 def test_empty_tensors(subtests: pytest.Subtests, name: str, changes: dict[str, Any]) -> None:
     zeros_where_nothing_is_to_do(subtests, name, changes)
 

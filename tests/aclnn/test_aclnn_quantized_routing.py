@@ -20,6 +20,7 @@ from aclnn_calls import (
     empty_ids,
     f32,
     i32,
+    on_every_backend,
     ones,
     poison,
     run,
@@ -64,6 +65,7 @@ def v3(
 
 
 @pytest.mark.parametrize("active", (0, -1))
+@on_every_backend
 def test_v3_of_a_range_of_experts(active: int) -> None:
     """Rows of the experts 1 and 2 only; the scale of a token goes with its rows."""
     scale = f32([0.25, 0.5, 0.75])
@@ -75,10 +77,12 @@ def test_v3_of_a_range_of_experts(active: int) -> None:
     same(scales, [0.25, 0.5, 0.75] * 2 + [0.0] * 6)
 
 
+@on_every_backend
 def test_v3_counts_cumulatively() -> None:
     same(v3(f32(X), i32(IDS), num_experts=4, held=(1, 3), kind=0)[2], [3, 6])
 
 
+@on_every_backend
 def test_v3_by_row_with_pairs_of_counts() -> None:
     scale = f32([0.25, 0.5, 0.75])
     found = v3(f32(X), i32(IDS), scale, num_experts=4, held=(1, 3), active=4, kind=2, scatter=1)
@@ -89,6 +93,7 @@ def test_v3_by_row_with_pairs_of_counts() -> None:
     same(scales, [0.25, 0.5, 0.75, 0.25])
 
 
+@on_every_backend
 def test_v3_pairs_leave_out_experts_without_slots() -> None:
     same(v3(f32(X), i32([[3], [0], [3]]), num_experts=4, kind=2)[2], [[0, 1], [3, 2], [0, 0], [0, 0]])
 
@@ -98,6 +103,7 @@ SMALL = 4 / 127  # the scale of the third token
 
 
 @pytest.mark.parametrize("smooth", (None, [[1.0] * 4]), ids=("without", "ones"))
+@on_every_backend
 def test_v3_dynamic(smooth: Any) -> None:
     scale = None if smooth is None else f32(smooth)
     rows, indices, counts, scales = v3(f32(XD), i32(IDS_D), scale, num_experts=3, quant=1)
@@ -108,6 +114,7 @@ def test_v3_dynamic(smooth: Any) -> None:
     same(scales, f32([1.0, 0.0, 1.0, SMALL, 0.0, SMALL]))
 
 
+@on_every_backend
 def test_v3_dynamic_with_a_factor_for_each_expert() -> None:
     smooth = f32([[1.0, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 0.5], [1.0, 1.0, 0.5, 1.0]])
     rows, _, _, scales = v3(f32(XD), i32(IDS_D), smooth, num_experts=3, quant=1)
@@ -115,6 +122,7 @@ def test_v3_dynamic_with_a_factor_for_each_expert() -> None:
     torch.testing.assert_close(scales, f32([1.0, 0.0, 0.5, 0.031496063, 0.0, 0.023622047]), rtol=1e-7, atol=0)
 
 
+@on_every_backend
 def test_v3_dynamic_with_a_capacity() -> None:
     rows, indices, counts, scales = v3(f32(XD), i32(IDS_D), num_experts=3, quant=1, drop=1, capacity=1)
     same(rows, [[0, 2, 2, -127], [0, 2, 2, -127], [0] * 4])
@@ -126,6 +134,7 @@ def test_v3_dynamic_with_a_capacity() -> None:
 STATIC = [[2, 4, 127, -128], [1, -1, 2, 4], [0, 1, 1, 1]]
 
 
+@on_every_backend
 def test_v3_static() -> None:
     x = f32([[0.5, 1.5, 100.0, -100.0], [0.25, -0.75, 1.0, 2.0], [0.0, 0.1, 0.2, 0.3]])
     rows, _, _, scales = v3(x, i32(IDS_D), f32([2.0]), f32([0.5]), num_experts=3, quant=0)
@@ -133,27 +142,32 @@ def test_v3_static() -> None:
     assert scales.isnan().all(), "quantMode 0 has no scales to give"
 
 
+@on_every_backend
 def test_v3_static_leaves_rows_without_a_token_zero() -> None:
     """Not the offset."""
     rows, _, _, _ = v3(ones(1, 2), i32([[1]]), f32([2.0]), f32([5.0]), num_experts=2, quant=0, drop=1, capacity=1)
     same(rows, [[0, 0], [7, 7]])
 
 
+@on_every_backend
 def test_v3_without_the_flag_writes_no_counts() -> None:
     assert (v3(f32(X), i32(IDS), num_experts=4, flag=False)[2] == -77).all()
 
 
+@on_every_backend
 def test_v3_without_scales_writes_none() -> None:
     assert v3(f32(X), i32(IDS), num_experts=4)[3].isnan().all()
 
 
 @pytest.mark.parametrize("shape", ((6,), (6, 1)), ids=spoken)
+@on_every_backend
 def test_v3_scales_may_be_a_column(shape: tuple[int, ...]) -> None:
     arguments = GOOD["MoeInitRoutingV3"]() | {"expandedScaleOut": poison(*shape)}
     run("MoeInitRoutingV3", *arguments.values())
     same(arguments["expandedScaleOut"].reshape(-1), f32([1 / 127] * 4 + [0.0] * 2))
 
 
+@on_every_backend
 def test_v3_copies_int8_tokens() -> None:
     x = torch.tensor([[1, -128], [3, 127]], dtype=torch.int8)
     same(v3(x, i32([[1], [0]]), num_experts=2)[0], [[3, 127], [1, -128]])
@@ -177,6 +191,7 @@ def test_v3_without_quantisation_into_int8() -> None:
     torch.testing.assert_close(scales, scale.repeat(4))
 
 
+@on_every_backend
 def test_quant_rounds_to_half() -> None:
     """In float32 4.952 would become 53."""
     x, expanded = f32([[4.952, 10.0], [0.37, -300.0], [1.001, 5.0]]), poison(6, 2, dtype=torch.int8)
@@ -187,6 +202,7 @@ def test_quant_rounds_to_half() -> None:
     same(experts, [0, 0, 1, 1, 2, 2])
 
 
+@on_every_backend
 def test_quant_v2_dynamic() -> None:
     rows, indices, counts, scales = poison(4, 4, dtype=torch.int8), empty_ids(6), empty_ids(3), poison(4)
     options = 4, 0, 3, 0, 1, True, 1
@@ -197,6 +213,7 @@ def test_quant_v2_dynamic() -> None:
     same(scales, f32([1.0, 0.0, 1.0, SMALL]))
 
 
+@on_every_backend
 def test_quant_v2_static_with_a_capacity() -> None:
     x = f32([[0.1, 0.1], [0.2, 0.2], [0.3, 30.0]])
     rows, indices, before = poison(3, 1, 2, dtype=torch.int8), empty_ids(6), empty_ids(3)
@@ -401,6 +418,7 @@ def test_quant_v2_of_any_routing(
 
 
 @pytest.mark.parametrize("value, expected", ((torch.inf, 127), (-torch.inf, -128), (torch.nan, 0)), ids=str)
+@on_every_backend
 def test_static_rows_of_what_is_not_finite(value: float, expected: int) -> None:
     rows, _, _, _ = v3(f32([[value, 1.0]]), i32([[0]]), f32([2.0]), f32([0.5]), num_experts=1, quant=0)
     same(rows, [[expected, 2]])
@@ -418,10 +436,12 @@ EMPTY: list[tuple[str, dict[str, Any]]] = [
 
 
 @cases("name, changes", EMPTY)
+@on_every_backend
 def test_empty_tensors(subtests: pytest.Subtests, name: str, changes: dict[str, Any]) -> None:
     zeros_where_nothing_is_to_do(subtests, name, changes)
 
 
+@on_every_backend
 def test_v3_of_rows_without_columns() -> None:
     rows, indices, counts, scales = v3(torch.empty(2, 0), i32([[1], [0]]), num_experts=2, quant=1)
     assert rows.shape == (2, 0)
@@ -430,6 +450,7 @@ def test_v3_of_rows_without_columns() -> None:
     same(scales, [0.0, 0.0])
 
 
+@on_every_backend
 def test_v3_dynamic_of_tokens_that_choose_nobody() -> None:
     """No slots, but rows for each expert, and a factor for each: zeros."""
     rows, _, counts, scales = v3(

@@ -23,6 +23,7 @@ from aclnn_calls import (
     empty_ids,
     f32,
     i32,
+    on_every_backend,
     ones,
     poison,
     run,
@@ -51,6 +52,7 @@ COLUMNS = [[0, 3], [1, 4], [2, 5]]
 
 
 @pytest.mark.parametrize("active", range(5))
+@on_every_backend
 def test_init_routing_by_column(active: int) -> None:
     """activeNum counts tokens, not rows; the index outputs are never cut."""
     kept = 2 * min(active, 3)
@@ -62,6 +64,7 @@ def test_init_routing_by_column(active: int) -> None:
     same(expanded, f32([X34[t] for t in (1, 2, 0, 1, 0, 2)][:kept]).reshape(kept, 4))
 
 
+@on_every_backend
 def test_init_routing_by_column_of_wild_numbers() -> None:
     """Row numbers outside 0..T * K - 1 write nowhere; a number that nobody has is row -1."""
     expanded, indices, experts = poison(6, 4), empty_ids(6), empty_ids(6)
@@ -73,6 +76,7 @@ def test_init_routing_by_column_of_wild_numbers() -> None:
     same(expanded, [zero, zero, zero, zero, X34[1], X34[0]])
 
 
+@on_every_backend
 def test_init_routing_of_the_document() -> None:
     expanded, indices, before = poison(3, 2, 4), poison(6, dtype=torch.int32), poison(3, dtype=torch.int32)
     ids = i32([[1, 2], [0, 1], [0, 2]])
@@ -83,6 +87,7 @@ def test_init_routing_of_the_document() -> None:
 
 
 @pytest.mark.parametrize("active", (0, -1, 6, 9))
+@on_every_backend
 def test_init_routing_of_all_rows(active: int) -> None:
     expanded, indices = poison(6, 4), poison(6, dtype=torch.int32)
     ids = i32([[1, 2], [0, 1], [0, 2]])
@@ -92,6 +97,7 @@ def test_init_routing_of_all_rows(active: int) -> None:
 
 
 @pytest.mark.parametrize("flag, counts", ((1, [2, 4, 6]), (2, [2, 2, 2]), (0, None)))
+@on_every_backend
 def test_init_routing_counts_and_active_rows(flag: int, counts: list[int] | None) -> None:
     expanded, indices, counts_out = poison(4, 4), poison(6, dtype=torch.int32), poison(3, dtype=torch.int32)
     ids = i32([[1, 2], [0, 1], [0, 2]])
@@ -101,6 +107,7 @@ def test_init_routing_counts_and_active_rows(flag: int, counts: list[int] | None
     same(counts_out, [-77] * 3 if counts is None else counts)
 
 
+@on_every_backend
 def test_init_routing_drops_and_pads() -> None:
     expanded, indices, before = poison(3, 2, 4), poison(6, dtype=torch.int32), poison(3, dtype=torch.int32)
     run(
@@ -129,12 +136,14 @@ def test_init_routing_drops_and_pads() -> None:
     ([[0.1, 0.1], [0.3, 0.3]], [2, 0, 1, 3], 0, 2, [[0.1, 0.1], [0.3, 0.3]]),
     ([[[0.1, 0.1], [0.3, 0.3]], [[0.2, 0.2], [0.4, 0.4]]], [2, -1, 1, 3], 1, 0, [[0.2, 0.2], [0.7, 0.7]]),
 ), ids=("of the document", "two active rows", "dropping"))  # fmt: skip
+@on_every_backend
 def test_init_routing_grad(grad: Any, indices: list[int], drop: int, active: int, expected: Any) -> None:
     out = poison(2, 2)
     run("MoeInitRoutingV2Grad", f32(grad), i32(indices), 2, drop, active, out)
     close(out, expected)
 
 
+@on_every_backend
 def test_finalize_routing_of_the_document() -> None:
     pattern = [[0.1, 1.1, 2.1, 3.1], [4.1, 5.1, 6.1, 7.1], [8.1, 9.1, 10.1, 11.1]]
     rows = f32(pattern * 2)
@@ -165,6 +174,7 @@ SCALES = [[1.0, 0.5], [2.0, 0.25], [0.0, 1.0]]
     "second, more", ((None, 0.0), ([[10.0] * 2, [20.0] * 2, [30.0] * 2], 10.0)), ids=("x1", "x1, x2")
 )
 @pytest.mark.parametrize("dtype", FLOATS, ids=spoken)
+@on_every_backend
 def test_finalize_routing_by_column(dtype: torch.dtype, second: Any, more: float) -> None:
     out = poison(3, 2, dtype=dtype)
     bias, ids = f32([[0.5, 1.0], [-0.5, 2.0]]).to(dtype), i32([[0, 1], [1, 0], [0, 1]])
@@ -174,6 +184,7 @@ def test_finalize_routing_by_column(dtype: torch.dtype, second: Any, more: float
     same(out, f32([[8.25, 11.5], [5.125, 12.5], [12.5, 16.0]]) + more * f32(SHARED))
 
 
+@on_every_backend
 def test_finalize_routing_by_column_of_wild_indices() -> None:
     """An index outside adds nothing, not even its bias; an expert outside has no bias."""
     out, bias = poison(2, 2), f32([[1.0, 2.0]])
@@ -207,6 +218,7 @@ SPECIAL: dict[str, Any] = {
 ))  # fmt: skip
 @pytest.mark.parametrize("name", ("MoeFinalizeRoutingV3", "MoeFinalizeRoutingV4"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16), ids=spoken)
+@on_every_backend
 def test_finalize_routing_with_special_experts(
     dtype: torch.dtype, name: str, changes: dict[str, Any], expected: list[list[float]]
 ) -> None:
@@ -225,6 +237,7 @@ def test_finalize_routing_with_special_experts(
 @pytest.mark.parametrize("mode, expected", (
     (2, [[6.0, 8.0], [14.0, 16.0], [10.0, 12.0]]), (0, [[10.0, 12.0], [2.0, 4.0], [18.0, 20.0]]),
 ), ids=("by row", "by column"))  # fmt: skip
+@on_every_backend
 def test_finalize_routing_v4_without_scales(mode: int, expected: list[list[float]]) -> None:
     out = poison(3, 2)
     nulls = [None] * 9
@@ -232,6 +245,7 @@ def test_finalize_routing_v4_without_scales(mode: int, expected: list[list[float
     same(out, expected)
 
 
+@on_every_backend
 def test_finalize_routing_v3_without_scales_has_one_row_a_token() -> None:
     out = poison(6, 2)
     indices, nulls = [2, 1, 4, 3, 0, 5], [None] * 9
@@ -240,6 +254,7 @@ def test_finalize_routing_v3_without_scales_has_one_row_a_token() -> None:
 
 
 @pytest.mark.parametrize("mode", range(4))
+@on_every_backend
 def test_finalize_routing_without_a_row_adds_not_even_the_bias(mode: int) -> None:
     rows = torch.full((2, 1, 2) if mode in (1, 3) else (2, 2), 10.0)
     out = poison(2, 2)
@@ -249,6 +264,7 @@ def test_finalize_routing_without_a_row_adds_not_even_the_bias(mode: int) -> Non
     same(out, [[0.0, 0.0], [30.0, 30.0]])  # expert 9 has no bias
 
 
+@on_every_backend
 def test_finalize_routing_grad_of_the_document() -> None:
     grad = [[0.3816, 0.3939], [0.8474, 0.1652]]
     rows = [[0.6049, 0.3315], [0.4954, 0.3284], [0.7060, 0.4359], [0.6514, 0.9476]]
@@ -270,6 +286,7 @@ def test_finalize_routing_grad_of_the_document() -> None:
     close(scales_out, expected_scales)
 
 
+@on_every_backend
 def test_finalize_routing_grad_gives_a_dropped_slot_nothing() -> None:
     rows_out, scales_out = poison(2, 1, 2), poison(2, 1)
     run(
@@ -527,6 +544,7 @@ def test_finalize_routing_of_any_experts(
     close(out, expected)
 
 
+@on_every_backend
 def test_special_experts_have_the_bits_of_combine() -> None:
     """A range that no id is in changes no bit."""
     generator = generator_of(0)
@@ -543,6 +561,7 @@ def test_special_experts_have_the_bits_of_combine() -> None:
     assert_same_bits(found[0], found[1])
 
 
+@on_every_backend
 def test_finalize_routing_without_scales() -> None:
     rows, out = f32([[1.0, 2.0], [3.0, 4.0]]), poison(2, 2)
     run("MoeFinalizeRoutingV2", rows, i32([1, 0]), None, None, None, None, None, 0, out)
@@ -556,6 +575,7 @@ def test_finalize_routing_without_scales() -> None:
     assert "gradScalesOut" in call_refused(name, without, NULL)
 
 
+@on_every_backend
 def test_shared_experts_are_added_before_the_first_rounding() -> None:
     """x1 + x2 in bfloat16 would lose the small part that the routed row brings back."""
     one = torch.ones(1, 1, dtype=torch.bfloat16)
@@ -584,5 +604,6 @@ EMPTY: list[tuple[str, dict[str, Any]]] = [
 
 
 @cases("name, changes", EMPTY)
+@on_every_backend
 def test_empty_tensors(subtests: pytest.Subtests, name: str, changes: dict[str, Any]) -> None:
     zeros_where_nothing_is_to_do(subtests, name, changes)

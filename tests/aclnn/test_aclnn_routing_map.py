@@ -23,6 +23,7 @@ from aclnn_calls import (
     empty_ids,
     f32,
     i32,
+    on_every_backend,
     ones,
     outputs_of,
     poison,
@@ -56,6 +57,7 @@ from moeroute.testing import assert_same_bits
 # ---------------------------------------------------------------------------- worked numbers
 
 
+@on_every_backend
 def test_unpermute_with_routing_map_grad_of_the_document() -> None:
     rows_out, probs_out = poison(2, 2), poison(1, 2)
     run(
@@ -90,6 +92,7 @@ def test_permute_with_routing_map_grad_in_the_shape_of_the_document(generated: b
         same(probs_out[0], torch.full((experts_num,), 0.1))
 
 
+@on_every_backend
 def test_permute_with_routing_map_of_the_document() -> None:
     rows, indices = poison(6, 4), poison(6, dtype=torch.int32)
     routing_map = torch.ones(3, 2, dtype=torch.int8)
@@ -98,6 +101,7 @@ def test_permute_with_routing_map_of_the_document() -> None:
     same(rows, [X34[t] for t in (0, 1, 2, 0, 1, 2)])
 
 
+@on_every_backend
 def test_unpermute_with_routing_map_of_the_document_padded() -> None:
     ones, indices = torch.ones(2, 2), [poison(2, dtype=torch.int32) for _ in range(2)]
     out, probs = poison(2, 2), poison(2)
@@ -109,6 +113,7 @@ def test_unpermute_with_routing_map_of_the_document_padded() -> None:
     same(probs, [1.0, 1.0])
 
 
+@on_every_backend
 def test_unpermute_with_routing_map_of_the_document_without_probs() -> None:
     rows = f32([[1, 2, 3, 4], [10, 20, 30, 40], [100, 200, 300, 400], [1000, 2000, 3000, 4000]])
     out, indices = poison(2, 4), [poison(4, dtype=torch.int32) for _ in range(2)]
@@ -119,6 +124,7 @@ def test_unpermute_with_routing_map_of_the_document_without_probs() -> None:
     same(indices[1], [0, 0, 1, 1])
 
 
+@on_every_backend
 def test_unpermute_with_routing_map_of_the_document_with_an_unused_slot() -> None:
     rows = f32([[2, 4, 6, 8], [4, 8, 12, 16], [8, 16, 24, 32], [100, 200, 300, 400]])
     out, indices, probs = poison(2, 4), [poison(4, dtype=torch.int32) for _ in range(2)], poison(4)
@@ -626,6 +632,7 @@ UNREAD: dict[str, dict[str, tuple[Tensor, ...]]] = {
 @pytest.mark.parametrize("choice", (0, 1), ids=("fitting", "of no use"))
 @pytest.mark.parametrize("padded", (False, True), ids=("ragged", "padded"))
 @pytest.mark.parametrize("name", UNREAD)
+@on_every_backend
 def test_without_probs_their_partners_are_not_read(
     subtests: pytest.Subtests, name: str, padded: bool, choice: int
 ) -> None:
@@ -690,10 +697,12 @@ EMPTY: list[tuple[str, dict[str, Any]]] = [
 
 
 @cases("name, changes", EMPTY)
+@on_every_backend
 def test_empty_tensors(subtests: pytest.Subtests, name: str, changes: dict[str, Any]) -> None:
     zeros_where_nothing_is_to_do(subtests, name, changes)
 
 
+@on_every_backend
 def test_padded_unpermute_without_a_hidden_size_still_gives_the_indices() -> None:
     out_index, token_ids, probs = empty_ids(4), empty_ids(4), poison(4)
     run(

@@ -108,7 +108,8 @@ def npu_clipped_swiglu(
 def clipped_swiglu(gate: Tensor, linear: Tensor, alpha: float, limit: float, bias: float) -> Tensor:
     """gate · sigmoid(alpha · gate) · (linear + bias), with the gate cut at `limit`, linear at ±`limit`."""
     gate = gate.clamp(max=limit)
-    return gate * torch.sigmoid(alpha * gate) * (linear.clamp(-limit, limit) + bias)
+    slope = (alpha * gate).sigmoid_()
+    return gate.mul_(slope).mul_(linear.clamp(-limit, limit).add_(bias))
 
 
 def _halved_axis(function: str, argument: str, x: Tensor, dim: int) -> int:

@@ -4,11 +4,12 @@ In float32: value / scale to the nearest number of the type, ties to even, satur
 """
 
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from moeroute import check
+from moeroute import check, memory
 from moeroute.dtypes import FLOATS
 from moeroute.interop.torch_npu.activation import clipped_swiglu, swiglu
 from moeroute.interop.torch_npu.arguments import dtype_of, npu_function, refused, unavailable
@@ -19,6 +20,7 @@ LARGEST = {torch.int8: 127.0, torch.float8_e5m2: 57344.0, torch.float8_e4m3fn: 4
 """What the largest magnitude of a row becomes."""
 _INTEGERS = {torch.int8: (-128, 127), torch.uint8: (0, 255), torch.quint4x2: (-8, 7)}
 _NIBBLES = 8  # in an int32
+_CHUNK = 1 << 16  # elements; the float32 numbers of a step, and its intermediate ones, stay in a cache
 
 # ---------------------------------------------------------------------------- numbers
 
@@ -30,7 +32,7 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if dtype in _INTEGERS:
         low, high = _INTEGERS[dtype]
-        whole = torch.where(values.isnan(), 0.0, values).round_().clamp_(low, high)
+        whole = values.nan_to_num(0.0, math.inf, -math.inf).round_().clamp_(low, high)
         return packed(whole.to(torch.int32)) if dtype is torch.quint4x2 else whole.to(dtype)
     if dtype in LARGEST:
         values = torch.where(values.isfinite(), values.clamp(-LARGEST[dtype], LARGEST[dtype]), values)
@@ -267,11 +269,15 @@ def npu_swiglu_quant(
     dtype = _target(function, "dst_type", dst_type, tuple(LARGEST)[:3])
     rows, width = _rows_of_halves(function, x)
     found = _groups(function, group_index, group_list_type, rows.shape[0])
-    left, right = rows.float().chunk(2, 1)
-    gate, linear = (left, right) if check.flag(function, "activate_left", activate_left) else (right, left)
+    left_first = check.flag(function, "activate_left", activate_left)
     smooth = factors_of(function, "smooth_scales", smooth_scales, len(found), width)
     offset = factors_of(function, "offsets", offsets, len(found), width)
-    values, scale = quantised(swiglu(gate, linear), found, smooth, offset, quant_mode, dtype)
+
+    def activation(start: int, stop: int) -> Tensor:
+        left, right = rows[start:stop].float().chunk(2, 1)
+        return swiglu(left, right) if left_first else swiglu(right, left)
+
+    values, scale = quantised(activation, rows, found, smooth, offset, quant_mode, dtype)
     return values.view(*x.shape[:-1], width), scale.view(x.shape[:-1])
 
 
@@ -341,16 +347,19 @@ def npu_dequant_swiglu_quant(
         raise refused(function, "quant_offset", "None with quant_mode 1", "a tensor")
     rows, width = _rows_of_halves(function, x)
     found = _groups(function, group_index, SIZES, rows.shape[0])
-    values = _dequantised(function, rows, found, weight_scale, activation_scale, bias)
-    left, right = (values[:, 0::2], values[:, 1::2]) if swiglu_mode == 1 else values.chunk(2, 1)
-    gate, linear = (left, right) if activate_left or swiglu_mode == 1 else (right, left)
-    if swiglu_mode == 0:
-        activation = swiglu(gate, linear)
-    else:
-        activation = clipped_swiglu(gate, linear, glu_alpha, clamp_limit, glu_bias)
+    dequantised = _dequantised(function, rows, found, weight_scale, activation_scale, bias)
     smooth = factors_of(function, "quant_scale", quant_scale, len(found), width)
     offset = factors_of(function, "quant_offset", quant_offset, len(found), width)
-    result, scale = quantised(activation, found, smooth, offset, quant_mode, dtype)
+
+    def activation(start: int, stop: int) -> Tensor:
+        values = dequantised(start, stop)
+        left, right = (values[:, 0::2], values[:, 1::2]) if swiglu_mode == 1 else values.chunk(2, 1)
+        gate, linear = (left, right) if activate_left or swiglu_mode == 1 else (right, left)
+        if swiglu_mode == 0:
+            return swiglu(gate, linear)
+        return clipped_swiglu(gate, linear, glu_alpha, clamp_limit, glu_bias)
+
+    result, scale = quantised(activation, rows, found, smooth, offset, quant_mode, dtype)
     return result.view(*x.shape[:-1], width), scale.view(x.shape[:-1])
 
 
@@ -361,53 +370,89 @@ def _dequantised(
     weight_scale: Tensor | None,
     activation_scale: Tensor | None,
     bias: Tensor | None,
-) -> Tensor:
-    """(rows + bias) · weight_scale · activation_scale, float32; rows of no group have only the last."""
+) -> Callable[[int, int], Tensor]:
+    """(rows + bias) · weight_scale · activation_scale, float32, of some rows; those of no group have only the last."""
     num_rows, width = rows.shape
     if weight_scale is None and rows.dtype is torch.int32:
         raise refused(function, "weight_scale", "given for an int32 x", None)
     scale = factors_of(function, "weight_scale", weight_scale, len(found), width)
+    added = None
     if bias is not None:
         if bias.dtype is not torch.int32 or rows.dtype is not torch.int32:
             raise unavailable(function, "bias", f"{bias.dtype} for x of {rows.dtype}")
         added = bias if bias.ndim == 2 else bias[None]
         check.shaped(function, "bias", added, (len(found), width))
-        rows = rows.clone()
-        for group, start, stop in found:
-            rows[start:stop] += added[group]
-    values = rows.float() if rows.dtype is not torch.float32 else rows.clone()
-    if scale is not None:
-        for group, start, stop in found:
-            values[start:stop] *= scale[group]
+    of_row = None
     if activation_scale is not None:
         check.tensor(function, "activation_scale", activation_scale)
         if activation_scale.numel() != num_rows:
             raise check.wrong_shape(function, "activation_scale", f"[R] with R = {num_rows}, as x", activation_scale)
-        values *= activation_scale.float().reshape(num_rows, 1)
-    return values
+        of_row = activation_scale.float().reshape(num_rows, 1)
+
+    def values_of(start: int, stop: int) -> Tensor:
+        part = rows[start:stop]
+        if added is not None:
+            part = part.clone()
+            for group, first, last in _within(found, start, stop):
+                part[first:last] += added[group]
+        values = part.to(torch.float32, copy=True)
+        if scale is not None:
+            for group, first, last in _within(found, start, stop):
+                values[first:last] *= scale[group]
+        return values if of_row is None else values.mul_(of_row[start:stop])
+
+    return values_of
 
 
 def quantised(
-    values: Tensor,
+    activation: Callable[[int, int], Tensor],
+    x: Tensor,
     found: list[Segment],
     smooth: Tensor | None,
     offset: Tensor | None,
     mode: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Rows of groups, quantised in mode 0 (static) or 1 (dynamic); those of none are 0, and their scales."""
-    num_rows = values.shape[0]
+    """Rows of groups, quantised in mode 0 (static) or 1 (dynamic); those of none are 0, and their scales.
+
+    Args:
+        activation: float32 [stop - start, n] of the rows [start, stop) of x. It is asked for as many rows as caches
+            hold, since what follows goes over them several times.
+        x: [R, 2 n].
+        found: the groups of rows.
+        smooth: float32 [G, n].
+        offset: float32 [G, n], for mode 0.
+        mode: 0 or 1.
+        dtype: int8, float8_e5m2 or float8_e4m3fn.
+    """
+    num_rows, width = x.shape[0], x.shape[1] // 2
     used = max((segment.stop for segment in found), default=0)
-    values[used:] = 0
-    groups = group_of_row(found, num_rows, values.device)
-    if mode == 1:
-        return dynamic_rows(values, dtype, smooth=smooth, group_of_row=None if smooth is None else groups)
-    for group, start, stop in found:
-        if smooth is not None:
-            values[start:stop] *= smooth[group]
-        if offset is not None:
-            values[start:stop] += offset[group]
-    return rounded(values, dtype), values.new_zeros(num_rows)
+    groups = group_of_row(found, num_rows, x.device) if mode == 1 and smooth is not None else None
+    result = memory.empty((num_rows, width), dtype, x.device)
+    scales = torch.zeros(num_rows, dtype=torch.float32, device=x.device)
+    step = max(_CHUNK // max(width, 1), 1)
+    for start in range(0, used, step):
+        stop = min(start + step, used)
+        values = activation(start, stop)
+        if mode == 1:
+            of_rows = None if groups is None else groups[start:stop]
+            result[start:stop], scales[start:stop] = dynamic_rows(values, dtype, smooth=smooth, group_of_row=of_rows)
+            continue
+        for group, first, last in _within(found, start, stop):
+            if smooth is not None:
+                values[first:last] *= smooth[group]
+            if offset is not None:
+                values[first:last] += offset[group]
+        result[start:stop] = rounded(values, dtype)
+    result[used:] = 0
+    return result, scales
+
+
+def _within(found: list[Segment], start: int, stop: int) -> Iterator[Segment]:
+    """The parts of the groups among the rows [start, stop), counted from `start`."""
+    for group, first, last in found:
+        if first < stop and last > start:
+            yield Segment(group, max(first - start, 0), min(last, stop) - start)
 
 
 def _check_mode(function: str, argument: str, value: int) -> None:

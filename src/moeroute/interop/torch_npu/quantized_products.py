@@ -162,7 +162,9 @@ def _swiglu_quantised(
         elements, scale = floor_blocks(swiglu(left, right), dtype)
         return elements, as_e8m0(scale)
     factors = factors_of(function, "smooth_scale", smooth, num_groups, left.shape[1])
-    return quantised(swiglu(left, right), found, factors, None, 1, dtype)
+    return quantised(
+        lambda start, stop: swiglu(left[start:stop], right[start:stop]), values, found, factors, None, 1, dtype
+    )
 
 
 def _product(

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moeroute.interop.torch_npu import products
 from moeroute.interop.torch_npu.grouped_matmul import (
     npu_grouped_matmul,
     npu_grouped_matmul_add,
@@ -680,6 +681,21 @@ def test_refuses(phrase: str, arguments: dict[str, Any]) -> None:
 def test_what_is_not_built(phrase: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(NotImplementedError, match=f"npu_grouped_matmul: {phrase}"):
         npu_grouped_matmul(**ONE | arguments)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_float32_bias_is_added_before_the_one_rounding(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """497 and -496.4375 make 0.5625; bfloat16 has neither of the first two. Also for an int8 weight."""
+    if not fast:
+        monkeypatch.setattr(products, "_linear_adds_float32", lambda: False)
+    x = torch.full((5, 32), 8.0).bfloat16()
+    x[:, 0] = 0.5
+    bias = torch.full((2, 3), -496.4375)
+    own: dict[str, Any] = {"weight": [torch.full((2, 3, 32), 2.0).bfloat16().transpose(1, 2)]}
+    bytes_only = {"weight": [torch.ones(2, 32, 3, dtype=torch.int8)], "antiquant_scale": [torch.full((2, 3), 2.0)]}
+    for weight in (own, bytes_only):
+        (found,) = npu_grouped_matmul([x], bias=[bias], group_list=[2, 4], split_item=2, **weight)
+        assert found.tolist() == [[0.5625] * 3] * 4 + [[0.0] * 3]
 
 
 def test_sums_that_an_int32_may_not_hold_are_refused() -> None:

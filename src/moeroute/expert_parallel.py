@@ -175,6 +175,8 @@ class ExpertExchange:
         """
         if self.capacity is not None:
             return self._dispatch_with_capacity(rows, rows_per_expert, anchor, meanwhile)
+        if torch.compiler.is_compiling():
+            return self._uncompiled_dispatch(rows, rows_per_expert, anchor, meanwhile)
         return self._dispatch(rows, rows_per_expert, anchor, meanwhile)
 
     def combine(self, rows: Tensor, handle: Dispatched) -> Tensor:
@@ -248,7 +250,11 @@ class ExpertExchange:
 
     # ------------------------------------------------------------------------ any number of rows
 
-    @_disable_dynamo
+    @_disable_dynamo  # loads the compiler when it is called
+    def _uncompiled_dispatch(self, *arguments: Any) -> tuple[Tensor, Tensor, Dispatched]:
+        """A graph break: the numbers of rows are not known to the compiler."""
+        return self._dispatch(*arguments)
+
     def _dispatch(
         self,
         rows: Tensor,

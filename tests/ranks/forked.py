@@ -1,13 +1,15 @@
 """W processes that meet over gloo, forked from one that has imported torch and loaded the kernels.
 
-As a script, `forked.py MODULE W FOLDER`: runs every function of `ranks.MODULE.cases(W)` in W processes, then every
-one of `ranks.MODULE.faults(W)` in W processes of its own. Prints what went wrong; exits with the number of failures.
+As a script, `forked.py FOLDER WORLDS [NAMES]`: for each W runs the `cases(W)` of all modules in W processes, then each
+of their `faults(W)` in W processes of its own. Prints a line for each, one that starts with "wrong" where it failed.
 """
 
 import datetime
 import importlib
+import mmap
 import os
 import signal
+import struct
 import sys
 import time
 import traceback
@@ -15,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # DTensor imports it in each rank, which takes seconds
 import torch.distributed as dist
 
 TIMEOUT = 2.0  # of the groups in which something goes wrong, in seconds
@@ -41,22 +44,37 @@ def start(case: Case, world: int, rank: int, meet: Path, timeout: float) -> int:
     os._exit(status)
 
 
+_begun = mmap.mmap(-1, 8)  # shared with the ranks
+
+
+def mark() -> None:
+    """Count the seconds of `run` from here."""
+    _begun[:] = struct.pack("d", time.monotonic())
+
+
 def run(case: Case, world: int, meet: Path, timeout: float) -> tuple[list[int], float]:
-    """The wait statuses of all ranks, and the seconds until the last of them ended."""
-    begun = time.monotonic()
+    """The wait statuses of all ranks, and the seconds from the last `mark` until the last of them ended."""
+    mark()
     children = [start(case, world, rank, meet, timeout) for rank in range(world)]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return statuses, time.monotonic() - begun
+    return statuses, time.monotonic() - struct.unpack("d", _begun[:])[0]
 
 
-def main() -> int:
-    name, world, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
-    module = importlib.import_module(f"ranks.{name}")
-    module.warm()
-    failures = 0
+MODULES = ("exact", "faults")
+
+
+def main() -> None:
+    """Everything, or what has one of the names."""
+    folder, worlds, names = Path(sys.argv[1]), [int(world) for world in sys.argv[2].split(",")], sys.argv[3:]
+    modules = [importlib.import_module(f"ranks.{name}") for name in MODULES]
+    modules[0].warm()
+
+    def asked(kind: str, world: int) -> list[Case]:
+        found = [case for module in modules if hasattr(module, kind) for case in getattr(module, kind)(world)]
+        return [case for case in found if not names or case.__name__ in names]
 
     def every(world: int, rank: int) -> None:
-        for case in module.cases(world):
+        for case in asked("cases", world):
             begun = time.monotonic()
             case(world, rank)
             if rank == 0:
@@ -64,17 +82,15 @@ def main() -> int:
         dist.barrier()
         dist.destroy_process_group()
 
-    statuses, seconds = run(every, world, folder / "all", 60)
-    print(f"cases: {statuses} in {seconds:.1f} s", flush=True)
-    failures += any(statuses)
-    for fault in getattr(module, "faults", lambda _: [])(world):
-        statuses, seconds = run(fault, world, folder / fault.__name__, TIMEOUT)
-        print(f"{fault.__name__}: {statuses} in {seconds:.1f} s", flush=True)
-        killed = -signal.SIGKILL if fault.__name__ == "killed" else 0
-        expected = [killed if rank == world - 1 else 0 for rank in range(world)]
-        failures += statuses != expected or seconds > TIMEOUT + 5
-    return failures
+    for world in worlds:
+        statuses, seconds = run(every, world, folder / f"cases{world}", 60)
+        print(f"{'wrong' if any(statuses) else 'right'}: W={world}, {statuses} in {seconds:.1f} s", flush=True)
+        for fault in asked("faults", world):
+            statuses, seconds = run(fault, world, folder / f"{fault.__name__}{world}", TIMEOUT)
+            expected = [0] * (world - 1) + [-signal.SIGKILL if fault.__name__ == "killed" else 0]
+            verdict = "right" if statuses == expected and seconds < TIMEOUT + 5 else "wrong"
+            print(f"{verdict}: W={world}, {fault.__name__}: {statuses} in {seconds:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    importlib.import_module("ranks.forked").main()  # the module that the cases import

@@ -64,6 +64,12 @@ GOOD: dict[str, dict[str, Any]] = {
     "activate, relu2": {"x": ROWS, "activation": "relu2", "interleaved": False},
     "activate_backward": {
         "grad": ROWS[:, :2], "x": ROWS[:, :4], "activation": "swiglu", "interleaved": False, "again": True},
+    "activated_linear": {
+        "x": ROWS[:, :4], "weight": torch.ones(E, 3, 2), "sizes": torch.tensor([1, 2, 0, 3]), "bias": torch.ones(E, 3),
+        "activation": "swiglu", "interleaved": False},
+    "spread_linear": {
+        "x": TOKENS, "slot_weights": SLOTS, **PLANS, "weight": torch.ones(E, 2, H), "sizes": torch.tensor([1, 2, 0, 3]),
+        "bias": None},
     "take": {"values": SLOTS, "index": PLAN.slot_of_row, "inverse": PLAN.row_of_slot},
     "slot_weights": {"weights": LOGITS, **RAGGED},
     "slot_weights, table": {"weights": LOGITS, **TABLE},

@@ -20,36 +20,12 @@ from moeroute.interop import hosts
 from moeroute.interop.huggingface_gates import SERIES
 from moeroute.interop.huggingface_gates import router as router
 from moeroute.nn import grouped_linear
+from moeroute.nn.huggingface import MOE_WEIGHTS as MOE_WEIGHTS
 from moeroute.ops.experts import autocast_is_on
 from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.permutation import permute, unpermute
 
 NAME = "moeroute"
-
-# A weight of `moeroute.nn.MoE`, and what Transformers calls it inside a model's MoE block: the first name that it has.
-# Two names are the upper and the lower half of ours. For blocks of SwiGLU experts with silu, gate before up, weights
-# [E, out, in]; a block whose shared expert has a gate of its own needs a module of that kind as `shared_expert`.
-MOE_WEIGHTS: dict[str, tuple[str | tuple[str, str], ...]] = {
-    "router.weight": ("gate.weight", "gate.wg.weight", "router.weight", "router.gate.weight"),
-    "router.expert_bias": (
-        "gate.e_score_correction_bias",
-        "gate.moe_statics.e_score_correction_bias",
-        "e_score_correction_bias",
-        "expert_bias",
-    ),
-    "experts.gate_up_proj": ("experts.gate_up_proj",),
-    "experts.down_proj": ("experts.down_proj",),
-    "shared_expert.gate_up_proj.weight": (
-        ("shared_experts.gate_proj.weight", "shared_experts.up_proj.weight"),
-        ("shared_expert.gate_proj.weight", "shared_expert.up_proj.weight"),
-        ("shared_mlp.gate_proj.weight", "shared_mlp.up_proj.weight"),
-    ),
-    "shared_expert.down_proj.weight": (
-        "shared_experts.down_proj.weight",
-        "shared_expert.down_proj.weight",
-        "shared_mlp.down_proj.weight",
-    ),
-}
 
 # The question of `check` and the answer that only our function knows.
 _PROBE: Any = object()

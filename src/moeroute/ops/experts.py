@@ -31,6 +31,17 @@ def autocast_is_on(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
+def in_autocast(rows: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands of a product in autocast's dtype where it is on, but for float64 ones."""
+    device = rows.device.type
+    if autocast_is_on(device):
+        autocast = torch.get_autocast_dtype(device)
+        rows, weight = (t if t.dtype == torch.float64 else t.to(autocast) for t in (rows, weight))
+        if bias is not None and bias.dtype != torch.float64:
+            bias = bias.to(autocast)
+    return rows, weight, bias
+
+
 def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int], bias: Tensor | None = None) -> Tensor:
     """One linear map per expert over contiguous segments: ``out[segment e] = rows[segment e] @ weight[e].T + bias[e]``.
 
@@ -83,12 +94,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int], 
         raise check.wrong_dtype(operator, "sizes", "torch.int64", sizes)
     if sizes.ndim != 1 or sizes.shape[0] != weight.shape[0]:
         raise check.wrong_shape(operator, "sizes", f"[E] with E = {weight.shape[0]}, as weight", sizes)
-    device = rows.device.type
-    if autocast_is_on(device):
-        autocast = torch.get_autocast_dtype(device)
-        rows, weight = (t if t.dtype == torch.float64 else t.to(autocast) for t in (rows, weight))
-        if bias is not None and bias.dtype != torch.float64:
-            bias = bias.to(autocast)
+    rows, weight, bias = in_autocast(rows, weight, bias)
     if weight.dtype != rows.dtype:
         raise check.wrong_dtype(operator, "weight", f"{rows.dtype}, as rows", weight)
     if bias is not None and bias.dtype != rows.dtype:
@@ -97,7 +103,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, sizes: Tensor | Sequence[int], 
         raise check.wrong_value(operator, "sizes", f"on {rows.device} or the CPU", sizes.device)
     if not sizes.is_meta and not by_ends(sizes, rows, rows.shape[1], weight.shape[1]):
         sizes = sizes.cpu()
-    return _linear(rows, weight, sizes, bias)
+    return linear_of_segments(rows, weight, sizes, bias)
 
 
 def grouped_outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
@@ -110,8 +116,7 @@ def grouped_outer(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
     """
     if not sizes.is_meta and not by_ends(sizes, left, left.shape[1], right.shape[1]):
         sizes = sizes.cpu()
-    result: Tensor = _outer(left, right, sizes)
-    return result
+    return outer_of_segments(left, right, sizes)
 
 
 def by_ends(sizes: Tensor, rows: Tensor, *widths: int) -> bool:
@@ -249,24 +254,29 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 def _grouped_linear_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, Tensor | None]:
     rows, weight, sizes = ctx.saved_tensors
     needs_rows, needs_weight, _, needs_bias = ctx.needs_input_grad
-    grad_rows = _linear(grad, weight.transpose(1, 2), sizes) if needs_rows else None
-    grad_weight = grad_bias = None
-    if needs_weight and weight.stride(1) == 1:
-        # A transposed weight [E, I, O]: a gradient of other strides would be copied when it is kept.
-        grad_weight = _outer(rows, grad, sizes).transpose(1, 2)
-    elif needs_weight:
-        grad_weight = _outer(grad, rows, sizes)
-    if needs_bias:
-        # Eight columns of ones, since a row of one is too short for `grouped_mm`.
-        grad_bias = _outer(grad, grad.new_ones(grad.shape[0], 8), sizes)[..., 0]
+    grad_rows = linear_of_segments(grad, weight.transpose(1, 2), sizes) if needs_rows else None
+    grad_weight = grad_of_weight(weight, grad, rows, sizes) if needs_weight else None
+    grad_bias = grad_of_bias(grad, sizes) if needs_bias else None
     return grad_rows, grad_weight, None, grad_bias
+
+
+def grad_of_weight(weight: Tensor, grad: Tensor, rows: Tensor, sizes: Tensor) -> Tensor:
+    """Of a `grouped_linear`. A gradient of other strides than the weight would be copied when it is kept."""
+    if weight.stride(1) == 1:  # a transposed weight [E, I, O]
+        return outer_of_segments(rows, grad, sizes).transpose(1, 2)
+    return outer_of_segments(grad, rows, sizes)
+
+
+def grad_of_bias(grad: Tensor, sizes: Tensor) -> Tensor:
+    """Of a `grouped_linear`. Eight columns of ones, since a row of one is too short for `grouped_mm`."""
+    return outer_of_segments(grad, grad.new_ones(grad.shape[0], 8), sizes)[..., 0]
 
 
 def _grouped_outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     left, right, sizes = ctx.saved_tensors
     needs_left, needs_right, _ = ctx.needs_input_grad
-    grad_left = _linear(right, grad, sizes) if needs_left else None
-    grad_right = _linear(left, grad.transpose(1, 2), sizes) if needs_right else None
+    grad_left = linear_of_segments(right, grad, sizes) if needs_left else None
+    grad_right = linear_of_segments(left, grad.transpose(1, 2), sizes) if needs_right else None
     return grad_left, grad_right, None
 
 
@@ -277,16 +287,23 @@ def _grouped_linear_tangent(
     move_rows, move_weight, _, move_bias = tangents
     terms = []
     if move_rows is not None:
-        terms.append(_linear(move_rows, weight, sizes))
+        terms.append(linear_of_segments(move_rows, weight, sizes))
     if move_weight is not None:
-        terms.append(_linear(rows, move_weight, sizes))
+        terms.append(linear_of_segments(rows, move_weight, sizes))
     if move_bias is not None:
-        terms.append(_linear(rows.new_ones(rows.shape[0], 1), move_bias[..., None], sizes))
+        terms.append(linear_of_segments(rows.new_ones(rows.shape[0], 1), move_bias[..., None], sizes))
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def _linear(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_of_segments(rows: Tensor, weight: Tensor, sizes: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`grouped_linear` of operands that were looked at, outside autocast."""
     result: Tensor = _grouped_linear(rows, weight, sizes, bias)
+    return result
+
+
+def outer_of_segments(left: Tensor, right: Tensor, sizes: Tensor) -> Tensor:
+    """`grouped_outer` of operands that were looked at."""
+    result: Tensor = _grouped_outer(left, right, sizes)
     return result
 
 
@@ -298,7 +315,7 @@ _grouped_linear = register(
     setup=_save_inputs,
     tangent=_grouped_linear_tangent,
 )
-_outer = register(
+_grouped_outer = register(
     "grouped_outer(Tensor left, Tensor right, Tensor sizes) -> Tensor",
     _grouped_outer_kernel,
     lambda left, right, sizes: left.new_empty(sizes.shape[0], left.shape[1], right.shape[1]),

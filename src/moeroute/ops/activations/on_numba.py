@@ -30,9 +30,9 @@ from moeroute.ops.numba_kit.pointers import (
     vector_address,
     widened,
 )
-from moeroute.ops.numba_kit.row_sums import load_part, store_part
-from moeroute.ops.numba_kit.slots import Rows
-from moeroute.ops.rows.on_numba import matrix, past_caches, store_block
+from moeroute.ops.numba_kit.row_sums import load_part, store_block, store_part
+from moeroute.ops.numba_kit.slots import Rows, matrix
+from moeroute.ops.rows.on_numba import past_caches
 
 KINDS = {"swiglu": 0, "geglu": 1, "swiglu_clamped": 2, "relu2": 3}
 _, GEGLU, CLAMPED, RELU2 = KINDS.values()

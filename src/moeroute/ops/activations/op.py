@@ -98,16 +98,20 @@ def _derivative(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return activate_backward(grad, x, *ctx.options, False, ctx.backend)[0], None, None, None
 
 
-def _tangent(ctx: Any, inputs: list[Any], outputs: list[Tensor], tangents: tuple[Any, ...]) -> Tensor | None:
-    x, activation, interleaved, _ = inputs
-    if tangents[0] is None:
-        return None
-    slopes = _float64_backward((activation, interleaved))(torch.ones_like(outputs[0]), x)[0] * tangents[0].double()
+def tangent_of(x: Tensor, move: Tensor, activation: str, interleaved: bool) -> Tensor:
+    """How the result moves with x."""
+    ones = x.new_ones(_result_shape(x, activation))
+    slopes = _float64_backward((activation, interleaved))(ones, x)[0] * move.double()
     if activation != "relu2":
         half = slopes.shape[1] // 2
         first, second = slopes.reshape(-1, half, 2).unbind(2) if interleaved else slopes.reshape(-1, 2, half).unbind(1)
         slopes = first + second
     return slopes.to(x.dtype)
+
+
+def _tangent(ctx: Any, inputs: list[Any], outputs: Any, tangents: tuple[Any, ...]) -> Tensor | None:
+    x, activation, interleaved, _ = inputs
+    return None if tangents[0] is None else tangent_of(x, tangents[0], activation, interleaved)
 
 
 def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

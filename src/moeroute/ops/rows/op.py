@@ -82,7 +82,7 @@ def spread_checked(
         return _module(operator, backend, x).spread(x, weights, plan.tensors, out=out)
     if weights is not None:
         weights = weights.reshape(-1)
-    return _spread(x, weights, plan.tensors, backend)
+    return spread_slots(x, weights, plan.tensors, backend)
 
 
 def combine(
@@ -169,7 +169,7 @@ def combine_checked(
         return _module(operator, backend, rows).combine(rows, weights, plan.tensors, out=out)
     if weights is not None:
         weights = weights.reshape(-1)
-    return _combine(rows, weights, plan.tensors, backend)
+    return combine_slots(rows, weights, plan.tensors, backend)
 
 
 def row_dots(
@@ -229,7 +229,7 @@ def row_dots(
         rows, x, bias = layout.resolved(rows), layout.resolved(x), layout.resolved(bias)
     if direct or dispatch.plain(rows, x):
         return _module(operator, backend, rows).row_dots(rows, x, plan.tensors, dtype, bias=bias, out=out)
-    return _row_dots(rows, x, plan.tensors, dtype, backend)
+    return row_dots_slots(rows, x, plan.tensors, dtype, backend)
 
 
 # ---------------------------------------------------------------------------- checks
@@ -260,9 +260,9 @@ def _spread_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     plan, (x, weights) = _saved(ctx)
     grad_x = grad_weights = None
     if ctx.needs_input_grad[0]:
-        grad_x = _combine(grad, weights, plan, ctx.backend)
+        grad_x = combine_slots(grad, weights, plan, ctx.backend)
     if x is not None:
-        grad_weights = _row_dots(grad, x, plan, weights.dtype, ctx.backend)
+        grad_weights = row_dots_slots(grad, x, plan, weights.dtype, ctx.backend)
     return grad_x, grad_weights, None, None
 
 
@@ -276,11 +276,11 @@ def _combine_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     plan, (rows, weights) = _saved(ctx)
     grad_rows = grad_weights = None
     if rows is None:
-        grad_rows = _spread(grad, weights, plan, ctx.backend)
+        grad_rows = spread_slots(grad, weights, plan, ctx.backend)
     elif ctx.needs_input_grad[0]:
         grad_rows, grad_weights = spread_dots(grad, rows, weights, plan, ctx.backend)
     else:
-        grad_weights = _row_dots(rows, grad, plan, weights.dtype, ctx.backend)
+        grad_weights = row_dots_slots(rows, grad, plan, weights.dtype, ctx.backend)
     return grad_rows, grad_weights, None, None
 
 
@@ -291,8 +291,8 @@ def _row_dots_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _row_dots_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     plan, (rows, x) = _saved(ctx)
-    grad_rows = None if x is None else _spread(x, grad, plan, ctx.backend)
-    grad_x = None if rows is None else _combine(rows, grad, plan, ctx.backend)
+    grad_rows = None if x is None else spread_slots(x, grad, plan, ctx.backend)
+    grad_x = None if rows is None else combine_slots(rows, grad, plan, ctx.backend)
     return grad_rows, grad_x, None, None, None
 
 
@@ -307,15 +307,15 @@ def _spread_dots_derivative(ctx: Any, grad_spread: Tensor | None, grad_dots: Ten
     grad_x = grad_rows = grad_weights = None
     if grad_spread is not None:
         if ctx.needs_input_grad[0]:
-            grad_x = _combine(grad_spread, weights, plan, ctx.backend)
+            grad_x = combine_slots(grad_spread, weights, plan, ctx.backend)
         if ctx.needs_input_grad[2]:
-            grad_weights = _row_dots(grad_spread, x, plan, weights.dtype, ctx.backend)
+            grad_weights = row_dots_slots(grad_spread, x, plan, weights.dtype, ctx.backend)
     if grad_dots is not None:
         if ctx.needs_input_grad[0]:
-            through_dots = _combine(rows, grad_dots, plan, ctx.backend)
+            through_dots = combine_slots(rows, grad_dots, plan, ctx.backend)
             grad_x = through_dots if grad_x is None else grad_x + through_dots
         if ctx.needs_input_grad[1]:
-            grad_rows = _spread(x, grad_dots, plan, ctx.backend)
+            grad_rows = spread_slots(x, grad_dots, plan, ctx.backend)
     return grad_x, grad_rows, grad_weights, None, None
 
 
@@ -384,7 +384,7 @@ def _spread_dots_operator(
     return found
 
 
-_spread = register(
+spread_slots = register(
     f"spread(Tensor x, Tensor? weights, {PLAN_SCHEMA}, str? backend) -> Tensor",
     _spread_operator,
     lambda x, weights, plan, backend: x.new_empty(plan.slot_of_row.shape[0], x.shape[1]),
@@ -392,7 +392,7 @@ _spread = register(
     setup=_spread_setup,
     linear_in=(0, 1),
 )
-_combine = register(
+combine_slots = register(
     f"combine(Tensor rows, Tensor? weights, {PLAN_SCHEMA}, str? backend) -> Tensor",
     _combine_operator,
     lambda rows, weights, plan, backend: rows.new_empty(plan.num_tokens, rows.shape[1]),
@@ -400,7 +400,7 @@ _combine = register(
     setup=_combine_setup,
     linear_in=(0, 1),
 )
-_row_dots = register(
+row_dots_slots = register(
     f"row_dots(Tensor rows, Tensor x, {PLAN_SCHEMA}, ScalarType dtype, str? backend) -> Tensor",
     _row_dots_operator,
     lambda rows, x, plan, dtype, backend: rows.new_empty(plan.row_of_slot.shape[0], dtype=dtype),
@@ -425,6 +425,6 @@ def spread_dots(
 ) -> tuple[Tensor, Tensor]:
     """spread and row_dots in one pass; in two under forward mode and torch.func, which knows each of them."""
     if transformed():
-        return _spread(x, weights, plan, backend), _row_dots(rows, x, plan, weights.dtype, backend)
+        return spread_slots(x, weights, plan, backend), row_dots_slots(rows, x, plan, weights.dtype, backend)
     result: tuple[Tensor, Tensor] = _fused_spread_dots(x, rows, weights, plan, backend)
     return result

@@ -5,7 +5,7 @@
 `ExpertParallel` shards the experts of `moeroute.nn.MoE`; `ExpertExchange` is what it is made of, for layers of your
 own. docs/expert_parallel.md has the conventions of losses and gradients, the wrappers that go with it, and the faults.
 
-dispatch: check → `_bind` (first call) → sizes and header → rows → regroup by expert.  combine: the way back.
+dispatch: check → `_bind` (first call) → sizes and header → rows, into their places by expert.  combine: the way back.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from moeroute.ops.exchange import (
 )
 from moeroute.ops.exchange import Place, Wire, exchange, gather, name_of, started, swap, wire_of
 from moeroute.ops.gradient_norm import clip_grad_norm_ as clip_grad_norm_
-from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments
+from moeroute.ops.indices.op import plan_from_row_of_slot
 from moeroute.permutation import permute, unpermute
-from moeroute.plan import RoutingPlan, make_plan
+from moeroute.plan import RoutingPlan
 
 FORMAT = 1
 _OPERATOR = "expert_parallel.ExpertExchange"
@@ -70,8 +70,8 @@ class Dispatched:
     """How the rows of one `ExpertExchange.dispatch` travelled; what `combine` needs. A plain value.
 
     - ``sends``, ``receives``: rows to and from each rank
+    - ``lengths``: rows from each rank for each of this rank's experts, [W * local experts]
     - ``num_rows``: rows that `dispatch` got
-    - ``regroup``: plan from the order of arrival, by rank, to the order by expert; None where both are the same
     - ``slots``: with a capacity, plan from the rows to their places in the buffer; else None
     - ``call``: the number of the call, the same on every rank; 0 with a capacity
     - ``needs_gradient``: whether any rank's rows or experts need a gradient
@@ -79,8 +79,8 @@ class Dispatched:
 
     sends: tuple[int, ...]
     receives: tuple[int, ...]
+    lengths: tuple[int, ...]
     num_rows: int
-    regroup: RoutingPlan | None
     slots: RoutingPlan | None
     call: int
     needs_gradient: bool
@@ -204,14 +204,11 @@ class ExpertExchange:
         anchor = None
         if handle.needs_gradient and torch.is_grad_enabled() and not rows.requires_grad:
             anchor = torch.empty(0, device=rows.device, requires_grad=True)
-        if handle.slots is not None:
-            capacity, mine = self.capacity or 0, self.num_local_experts
-            rows = rows.view(mine, self.num_ranks, capacity, -1).transpose(0, 1).reshape(rows.shape)
-        elif handle.regroup is not None:
-            rows = permute(rows, _inverse(handle.regroup))
         room = handle.num_rows if handle.slots is None else handle.slots.num_rows
         if self.num_ranks > 1 or room != rows.shape[0]:
-            rows = self._move(rows, handle.receives, handle.sends, room, "combine", handle.call, anchor, None)
+            rows = self._move(
+                rows, handle.receives, handle.sends, handle.lengths, room, "combine", handle.call, anchor, None
+            )
         return rows if handle.slots is None else unpermute(rows, handle.slots)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertExchange:
@@ -229,20 +226,24 @@ class ExpertExchange:
         rows: Tensor,
         sends: Sequence[int],
         receives: Sequence[int],
+        lengths: Sequence[int],
         room: int,
         phase: str,
         call: int,
         anchor: Tensor | None,
         meanwhile: Callable[[], object] | None,
     ) -> Tensor:
-        move = functools.partial(exchange, group=self._name, layer=self.layer, phase=phase, call=call, anchor=anchor)
+        def move() -> Tensor:
+            where: dict[str, Any] = {"group": self._name, "layer": self.layer, "phase": phase, "call": call}
+            return exchange(rows, sends, receives, room, lengths=lengths, anchor=anchor, **where)
+
         if meanwhile is None or torch.compiler.is_compiling():
-            moved = move(rows, sends, receives, room)
+            moved = move()
             if meanwhile is not None:
                 meanwhile()
             return moved
         with started() as pending:
-            moved = move(rows, sends, receives, room)
+            moved = move()
         meanwhile()
         for wait in pending:
             wait()
@@ -271,23 +272,20 @@ class ExpertExchange:
             if wire.group is None:
                 raise
             problem = error
-        lengths, needs_rows, needs_any = self._agree(wire, rows, counts, anchor, problem)
+        table, needs_rows, needs_any = self._agree(wire, rows, counts, anchor, problem)
         sends = [sum(part) for part in self._by_rank(counts)]
-        receives = [sum(part) for part in lengths]
+        receives = [sum(part) for part in table]
+        lengths = tuple(n for part in table for n in part)
         total = sum(receives)
         moved = rows
         if wire.size > 1 or rows.shape[0] != total:
             hook = _anchor(rows, anchor) if needs_rows and not rows.requires_grad else None
-            moved = self._move(rows, sends, receives, total, "dispatch", self._calls, hook, meanwhile)
+            moved = self._move(rows, sends, receives, lengths, total, "dispatch", self._calls, hook, meanwhile)
         elif meanwhile is not None:
             meanwhile()
-        table = torch.tensor(lengths, dtype=torch.int64).view(wire.size, self.num_local_experts)
-        regroup = None
-        if self.num_local_experts > 1 and sum(n > 0 for n in receives) > 1:
-            regroup = plan_from_segments(table.to(rows.device), total)
-            moved = permute(moved, regroup)
-        handle = Dispatched(tuple(sends), tuple(receives), rows.shape[0], regroup, None, self._calls, needs_any)
-        return moved, table.sum(0), handle
+        counts_here = torch.tensor([sum(column) for column in zip(*table, strict=True)], dtype=torch.int64)
+        handle = Dispatched(tuple(sends), tuple(receives), lengths, rows.shape[0], None, self._calls, needs_any)
+        return moved, counts_here, handle
 
     def _checked(self, rows: Any, rows_per_expert: Any) -> list[int]:
         check.tensor(_OPERATOR, "rows", rows)
@@ -374,17 +372,16 @@ class ExpertExchange:
             rows_per_expert = torch.tensor(rows_per_expert, dtype=torch.int64)
         slots = _slots(rows_per_expert.to(rows.device), rows.shape[0], self.num_experts, capacity)
         sends = tuple(capacity * owned for owned in self.experts_of_rank)
-        receives = (capacity * mine,) * self.num_ranks
+        receives, lengths = (capacity * mine,) * self.num_ranks, (capacity,) * (mine * self.num_ranks)
         records = torch.is_grad_enabled() and (anchor is None or anchor.requires_grad or rows.requires_grad)
         moved = permute(rows, slots)
         if self.num_ranks > 1:
             hook = _anchor(rows, anchor) if records and not rows.requires_grad else None
-            moved = self._move(moved, sends, receives, sum(receives), "dispatch", 0, hook, meanwhile)
+            moved = self._move(moved, sends, receives, lengths, sum(receives), "dispatch", 0, hook, meanwhile)
         elif meanwhile is not None:
             meanwhile()
-        moved = moved.view(self.num_ranks, mine, capacity, -1).transpose(0, 1).reshape(sum(receives), rows.shape[1])
         counts = torch.full((mine,), self.num_ranks * capacity, dtype=torch.int64)
-        return moved, counts, Dispatched(sends, receives, rows.shape[0], None, slots, 0, records)
+        return moved, counts, Dispatched(sends, receives, lengths, rows.shape[0], slots, 0, records)
 
     def _first_call(self, rows: Any, rows_per_expert: Any) -> None:
         """Checks; and the comparison of the ranks, once. Warns where most rows are dropped."""
@@ -549,11 +546,6 @@ def _anchor(rows: Tensor, anchor: Tensor | None) -> Tensor:
     if anchor is not None and anchor.requires_grad:
         return anchor
     return torch.empty(0, device=rows.device, requires_grad=True)
-
-
-def _inverse(plan: RoutingPlan) -> RoutingPlan:
-    """Of a plan in which every slot has a row and every row a slot."""
-    return make_plan(plan.slot_of_row, plan.row_of_slot, plan.num_rows, topk=1)
 
 
 def _slots(rows_per_expert: Tensor, num_rows: int, num_experts: int, capacity: int) -> RoutingPlan:

@@ -60,12 +60,15 @@ def run(case: Case, world: int, meet: Path, timeout: float) -> tuple[list[int], 
     return statuses, time.monotonic() - struct.unpack("d", _begun[:])[0]
 
 
-MODULES = ("exact", "faults")
+MODULES = ("exact", "faults", "wrappers")
+FOLDER = Path()
 
 
 def main() -> None:
     """Everything, or what has one of the names."""
+    global FOLDER
     folder, worlds, names = Path(sys.argv[1]), [int(world) for world in sys.argv[2].split(",")], sys.argv[3:]
+    FOLDER = folder
     modules = [importlib.import_module(f"ranks.{name}") for name in MODULES]
     modules[0].warm()
 

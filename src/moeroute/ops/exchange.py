@@ -130,6 +130,7 @@ def exchange(
     layer: str,
     phase: str,
     call: int,
+    lengths: Sequence[int] = (),
     anchor: Tensor | None = None,
 ) -> Tensor:
     """Send `sends[r]` of the rows, in order, to rank r, and get `receives[r]` from it. Differentiable to any order.
@@ -145,16 +146,20 @@ def exchange(
         layer: for messages, and for errors.
         phase: "dispatch" or "combine".
         call: of the layer, the same number on every rank; 0: calls are counted here.
+        lengths: [ranks, experts], row by row: the rows of each expert here. Where it is given, the result of a dispatch
+            and the rows of a combine lie expert by expert, inside an expert rank by rank.
         anchor: a tensor that requires a gradient and gets none. The ranks of a group must all run the derivative or
             none may, and a rank whose rows need no gradient runs it for the anchor's sake.
 
     Returns:
-        [room, H], by source rank.
+        [room, H], by source rank, or see `lengths`.
 
     Raises:
         ExpertParallelError: a peer is gone, or does something else.
     """
-    result: Tensor = _exchange(rows, anchor, list(sends), list(receives), room, group, layer, phase, 0, call)
+    result: Tensor = _exchange(
+        rows, anchor, list(sends), list(receives), list(lengths), room, group, layer, phase, 0, call
+    )
     return result
 
 
@@ -233,48 +238,149 @@ def _reported(wire: Wire, place: Place) -> Iterator[None]:
 
 # ---------------------------------------------------------------------------- transfers
 
+Pieces = list[tuple[int, int]]  # first row and number of rows of each
+SMALL = 1 << 14  # bytes: pieces below that are copied by an index, larger ones one by one
+
 
 def _start(
-    wire: Wire, out: Tensor, source: Tensor, sends: Sequence[int], receives: Sequence[int], tag: int
+    wire: Wire,
+    out: Tensor,
+    source: Tensor,
+    sends: Sequence[int],
+    receives: Sequence[int],
+    tag: int,
+    takes: list[Pieces] | None = None,
+    puts: list[Pieces] | None = None,
 ) -> Callable[[], None]:
-    """Start the transfers; what is returned waits for them."""
-    total, sent = sum(receives), sum(sends)
-    came, source = out[:total], source[:sent].contiguous()
+    """Start the transfers; what is returned waits for them.
+
+    `takes[r]` are the pieces of the source that go to rank r, and `puts[r]` those of the result that come from there;
+    None: one after the other, rank by rank.
+    """
+    if wire.tagged and source.device != wire.device:  # gloo moves memory of the CPU
+        staged = torch.empty(out.shape, dtype=out.dtype, device=wire.device)
+        wait = _start(wire, staged, source.to(wire.device), sends, receives, tag, takes, puts)
+
+        def finish() -> None:
+            wait()
+            out[: sum(receives)] = staged[: sum(receives)].to(out.device)
+
+        return finish
+    source = source.contiguous()
     if wire.tagged:
-        return _send_and_receive(wire, came, source, sends, receives, tag)
+        return _send_and_receive(wire, out, source, sends, receives, tag, takes, puts)
     import torch.distributed as dist
 
-    work = dist.all_to_all_single(came, source, list(receives), list(sends), group=wire.group, async_op=True)
-    return lambda: _wait([work])
+    sent = source[: sum(sends)] if takes is None else _taken(source, [piece for part in takes for piece in part])
+    came = out[: sum(receives)] if puts is None else out.new_empty(sum(receives), *out.shape[1:])
+    work = dist.all_to_all_single(came, sent, list(receives), list(sends), group=wire.group, async_op=True)
+
+    def arrived() -> None:
+        work.wait()
+        if puts is not None:
+            _put(out, [piece for part in puts for piece in part], came)
+
+    return arrived
 
 
 def _send_and_receive(
-    wire: Wire, came: Tensor, source: Tensor, sends: Sequence[int], receives: Sequence[int], tag: int
+    wire: Wire,
+    out: Tensor,
+    source: Tensor,
+    sends: Sequence[int],
+    receives: Sequence[int],
+    tag: int,
+    takes: list[Pieces] | None,
+    puts: list[Pieces] | None,
 ) -> Callable[[], None]:
-    staged = source.device != wire.device  # gloo moves memory of the CPU
-    target = torch.empty(came.shape, dtype=came.dtype, device=wire.device) if staged else came
-    source = source.to(wire.device)
+    """Own rows are copied once, from where they are to where they belong, while the others travel."""
     others = [(wire.rank + step) % wire.size for step in range(1, wire.size)]
-    to, where = _parts(source, sends), _parts(target, receives)
-    works = [wire.group.recv([where[peer]], peer, tag) for peer in others if receives[peer]]
-    works += [wire.group.send([to[peer]], peer, tag) for peer in others if sends[peer]]
-    where[wire.rank].copy_(to[wire.rank])
+    to, where = _parts(source, sends, takes), _parts(out, receives, puts)
+    coming = []
+    for peer in others:
+        if receives[peer]:
+            part = where[peer]
+            if part is None:
+                part = memory.empty((receives[peer], *out.shape[1:]), out.dtype, out.device)
+            coming.append((peer, part, wire.group.recv([part], peer, tag)))
+    going = []
+    for peer in others:
+        if sends[peer]:
+            part = to[peer]
+            if part is None:
+                part = _taken(source, takes[peer] if takes else [])
+            going.append(wire.group.send([part], peer, tag))
+    if sends[wire.rank]:
+        mine = wire.rank
+        own_puts, own_takes = puts[mine] if puts else [], takes[mine] if takes else []
+        _copy(out, where[mine], own_puts, source, to[mine], own_takes)
 
     def finish() -> None:
-        _wait(works)
-        if staged:
-            came.copy_(target)
+        for peer, part, work in coming:
+            work.wait()
+            if where[peer] is None and puts:
+                _put(out, puts[peer], part)
+        for work in going:
+            work.wait()
 
     return finish
 
 
-def _parts(rows: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    return list(rows.split(list(sizes))) if sizes else []
+def _parts(rows: Tensor, sizes: Sequence[int], pieces: list[Pieces] | None) -> Sequence[Tensor | None]:
+    """The rows of each rank, where they are next to each other."""
+    if pieces is None:
+        return rows[: sum(sizes)].split(list(sizes))
+    return [rows[part[0][0] : part[0][0] + part[0][1]] if len(part) == 1 else None for part in pieces]
 
 
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
+def _copy(out: Tensor, where: Tensor | None, puts: Pieces, source: Tensor, part: Tensor | None, takes: Pieces) -> None:
+    if part is None and where is not None:
+        _taken(source, takes, where)
+    elif part is not None and where is not None:
+        where.copy_(part)
+    else:
+        _put(out, puts, _taken(source, takes) if part is None else part)
+
+
+def _small(rows: Tensor, pieces: Pieces) -> bool:
+    width = rows.stride(0) * rows.element_size()
+    return sum(length for _, length in pieces) * width < SMALL * len(pieces) or rows.device.type != "cpu"
+
+
+def _index(rows: Tensor, pieces: Pieces) -> Tensor:
+    return torch.cat([torch.arange(first, first + length) for first, length in pieces]).to(rows.device)
+
+
+def _taken(source: Tensor, pieces: Pieces, out: Tensor | None = None) -> Tensor:
+    """The pieces, one after the other."""
+    if out is None:
+        total = sum(length for _, length in pieces)
+        out = memory.empty((total, *source.shape[1:]), source.dtype, source.device)
+    if _small(source, pieces):
+        return torch.index_select(source, 0, _index(source, pieces), out=out)
+    return torch.cat([source[first : first + length] for first, length in pieces], out=out)
+
+
+def _put(out: Tensor, pieces: Pieces, rows: Tensor) -> None:
+    if _small(out, pieces):
+        out.index_copy_(0, _index(out, pieces), rows)
+        return
+    for (first, length), piece in zip(pieces, rows.split([length for _, length in pieces]), strict=True):
+        out[first : first + length] = piece
+
+
+def _pieces(lengths: Sequence[int], ranks: int) -> list[Pieces]:
+    """Of each rank, in rows that lie expert by expert and inside an expert rank by rank: the order of
+    `moeroute.plan_from_segments`. `lengths` is [ranks, E], row by row."""
+    experts = len(lengths) // ranks
+    found: list[Pieces] = [[] for _ in range(ranks)]
+    first = 0
+    for expert in range(experts):
+        for rank in range(ranks):
+            if length := lengths[rank * experts + expert]:
+                found[rank].append((first, length))
+                first += length
+    return found
 
 
 # ---------------------------------------------------------------------------- the operator
@@ -288,11 +394,20 @@ def _check_sizes(argument: str, sizes: Sequence[int], size: int, name: str, rows
         raise check.wrong_value(OPERATOR, argument, wanted, list(sizes))
 
 
+def _check_lengths(lengths: Sequence[int], sizes: Sequence[int]) -> None:
+    experts = len(lengths) // len(sizes)
+    sums = [sum(lengths[rank * experts : (rank + 1) * experts]) for rank in range(len(sizes))]
+    if len(lengths) % len(sizes) or min(lengths) < 0 or sums != list(sizes):
+        wanted = f"[ranks, experts] numbers of at least 0, {list(sizes)} for each rank in all"
+        raise check.wrong_value(OPERATOR, "lengths", wanted, list(lengths))
+
+
 def _exchange_kernel(
     rows: Tensor,
     anchor: Tensor | None,
     sends: Sequence[int],
     receives: Sequence[int],
+    lengths: Sequence[int],
     room: int,
     group: str,
     layer: str,
@@ -305,6 +420,10 @@ def _exchange_kernel(
     wire = _wire_named(group)
     _check_sizes("sends", sends, wire.size, "rows", rows.shape[0])
     _check_sizes("receives", receives, wire.size, "the result", room)
+    result_is_grouped = (phase == "dispatch") == (order % 2 == 0)
+    if lengths:
+        grouped = receives if result_is_grouped else sends
+        _check_lengths(lengths, grouped)
     if wire.group is None and sends[0] != receives[0]:
         raise check.wrong_value(OPERATOR, "receives", f"{list(sends)}, as sends: one rank", list(receives))
     place = Place(layer, phase, order, call)
@@ -317,7 +436,10 @@ def _exchange_kernel(
         out[: sends[0]] = rows[: sends[0]]
         return out
     with _reported(wire, place):
-        finish = _start(wire, out, rows.detach(), sends, receives, tag)
+        pieces = _pieces(lengths, wire.size) if lengths else None
+        takes, puts = (None, pieces) if result_is_grouped else (pieces, None)
+        # Detached: what waits may write after autograd has made `out` a result.
+        finish = _start(wire, out.detach(), rows.detach(), sends, receives, tag, takes, puts)
         if _overlap.pending is None:
             finish()
     if _overlap.pending is not None:
@@ -335,16 +457,16 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    sends, receives, _, group, layer, phase, order, call = ctx.others
-    arguments = receives, sends, ctx.num_rows, group, layer, phase, order + 1, call
-    return _exchange(grad, None, *arguments), *(None,) * 9
+    sends, receives, lengths, _, group, layer, phase, order, call = ctx.others
+    arguments = receives, sends, lengths, ctx.num_rows, group, layer, phase, order + 1, call
+    return _exchange(grad, None, *arguments), *(None,) * 10
 
 
 _exchange = register(
-    "exchange(Tensor rows, Tensor? anchor, int[] sends, int[] receives, int room, str group, str layer, str phase, "
-    "int order, int call) -> Tensor",
+    "exchange(Tensor rows, Tensor? anchor, int[] sends, int[] receives, int[] lengths, int room, str group, str layer, "
+    "str phase, int order, int call) -> Tensor",
     _exchange_kernel,
-    lambda rows, anchor, sends, receives, room, *others: rows.new_empty(room, rows.shape[1]),
+    lambda rows, anchor, sends, receives, lengths, room, *others: rows.new_empty(room, rows.shape[1]),
     derivative=_derivative,
     setup=_setup,
     linear_in=(0,),

@@ -46,7 +46,7 @@ def clip_grad_norm_(
     """
     operator = "expert_parallel.clip_grad_norm_"
     check.number(operator, "max_norm", max_norm)
-    power = check.number(operator, "norm_type", norm_type)
+    power = norm_type if norm_type == float("inf") else check.number(operator, "norm_type", norm_type)
     if not power > 0:
         raise check.wrong_value(operator, "norm_type", "above 0", norm_type)
     largest = power == float("inf")

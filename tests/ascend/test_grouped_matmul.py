@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moeroute.interop.torch_npu import products
 from moeroute.interop.torch_npu.grouped_matmul import (
     npu_grouped_matmul,
     npu_grouped_matmul_add,
@@ -687,7 +686,7 @@ def test_what_is_not_built(phrase: str, arguments: dict[str, Any]) -> None:
 def test_a_float32_bias_is_added_before_the_one_rounding(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """497 and -496.4375 make 0.5625; bfloat16 has neither of the first two. Also for an int8 weight."""
     if not fast:
-        monkeypatch.setattr(products, "_linear_adds_float32", lambda: False)
+        monkeypatch.setattr("moeroute.interop.torch_npu.products._linear_adds_float32", lambda: False)
     x = torch.full((5, 32), 8.0).bfloat16()
     x[:, 0] = 0.5
     bias = torch.full((2, 3), -496.4375)

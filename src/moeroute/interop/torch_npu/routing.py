@@ -409,23 +409,26 @@ def _quantised(
 ) -> tuple[Tensor, Tensor]:
     """The rows of a plan as quant_mode wants them, and their scales."""
     plan = where.plan
-    no_scales = torch.zeros(plan.num_rows, dtype=torch.float32, device=x.device)
     if quant_mode in _ELSEWHERE:
         raise unavailable(name, "quant_mode", quant_mode, _ELSEWHERE[quant_mode])
     _one_of(name, "quant_mode", quant_mode, (_NONE, _STATIC, _DYNAMIC, *_MX, *_BLOCKS, _INT4))
     if quant_mode == _NONE:
-        return spread(x, plan), no_scales if scale is None else _moved(name, "scale", scale, plan)
+        return spread(x, plan), _no_scales(plan, x) if scale is None else _moved(name, "scale", scale, plan)
     if x.dtype not in _QUANTISABLE:
         raise refused(name, "x", "float16, bfloat16 or float32 with a quant_mode", x.dtype)
-    if quant_mode == _STATIC:
-        factor, shift = _static_factors(name, x, scale, offset)
-        return quantize(x, factor, shift, plan=plan), no_scales
     if quant_mode == _DYNAMIC:
         return _dynamic(name, x, expert_idx, scale, where)
+    if quant_mode == _STATIC:
+        factor, shift = _static_factors(name, x, scale, offset)
+        return quantize(x, factor, shift, plan=plan), _no_scales(plan, x)
     if quant_mode == _INT4:
         return _int4(name, x, scale, plan)
     rows = spread(x, plan)
     return mx.quantize_rows(rows, quant_mode) if quant_mode in _MX else mx.quantize_blocks(rows, quant_mode)
+
+
+def _no_scales(plan: RoutingPlan, x: Tensor) -> Tensor:
+    return torch.zeros(plan.num_rows, dtype=torch.float32, device=x.device)
 
 
 def _static_factors(name: str, x: Tensor, scale: Tensor | None, offset: Tensor | None) -> tuple[Tensor, Tensor]:

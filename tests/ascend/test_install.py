@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -190,6 +190,48 @@ def test_histc_counts_integers(installed: Any, dtype: torch.dtype) -> None:
 
 
 # ---------------------------------------------------------------------------- devices
+
+
+def test_torch_works_after_devices_were_named(recwarn: pytest.WarningsRecorder) -> None:
+    """torch keeps the name, and asks torch.npu about it."""
+    install(device_strings=True)
+    uninstall()
+    assert not torch.accelerator.is_available()
+    assert torch.npu.device_count() == 0  # type: ignore[attr-defined]
+    torch.manual_seed(3)
+    doubled = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)
+    assert doubled(torch.ones(2)).tolist() == [2, 2]
+    assert not recwarn.list
+    install()
+    assert torch.npu.device_count() == 1  # type: ignore[attr-defined]
+    uninstall()
+    assert torch.npu.device_count() == 0  # type: ignore[attr-defined]
+
+
+def test_functions_compute_outside_of_the_mode_of_device_names(with_devices: Any) -> None:
+    rows, first, second = torch.randn(3, 6, 4).unbind()
+    odd = rows[:, :3]
+    ids = torch.tensor([[0, 1], [1, 0], [1, 1]], dtype=torch.int32)
+    found = with_devices.npu_moe_finalize_routing(
+        rows, first[:3], second[:3], first[3:5], torch.ones(3, 2), torch.arange(6), ids, drop_pad_mode=2
+    )
+    wanted = first[:3] + second[:3] + (rows.view(3, 2, 4) + first[3:5][ids.long()]).sum(1)
+    torch.testing.assert_close(found, wanted)
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        seen: ClassVar[list[Any]] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with torch.device("npu"), Watch():
+        with_devices.npu_swiglu(rows)
+        with pytest.raises(RuntimeError, match="npu_swiglu: self must be even"):
+            with_devices.npu_swiglu(odd)
+        assert not Watch.seen
+        torch.ones(2)
+    assert Watch.seen == [torch.ones]
 
 
 def test_devices_named_npu_are_the_cpu(with_devices: Any) -> None:

@@ -56,12 +56,18 @@ _UNAVAILABLE = {
 
 
 def npu_function(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function of torch_npu: it is listed, and what this package refuses in it is a RuntimeError."""
+    """A function of torch_npu: it is listed, and what this package refuses in it is a RuntimeError.
+
+    Function modes see the call of an operator and nothing inside it: devices named "npu" and default devices are such.
+    """
     name = function.__name__
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
+            if not torch.compiler.is_compiling() and torch._C._len_torch_function_stack():
+                with _no_function_modes():
+                    return function(*args, **kwargs)
             return function(*args, **kwargs)
         except (ValueError, TypeError) as error:
             if not str(error).startswith("moeroute."):
@@ -70,6 +76,17 @@ def npu_function(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     FUNCTIONS[name] = call
     return call
+
+
+@contextlib.contextmanager
+def _no_function_modes() -> Iterator[None]:
+    """Outside of every function mode."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
 
 
 def refused(function: str, argument: str, wanted: str, got: object, phrase: str = "") -> RuntimeError:

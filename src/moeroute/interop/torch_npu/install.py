@@ -61,7 +61,8 @@ def install(*, device_strings: bool = False) -> None:
     Args:
         device_strings: devices named "npu" are the CPU in every call of torch in this thread, and in generators and
             autocast. To that end torch learns the name for good (`torch.utils.rename_privateuse1_backend`): after
-            `uninstall` `torch.device("npu")` can still be named, though not used.
+            `uninstall` `torch.device("npu")` can still be named, though not used, and `torch.npu` says that there is no
+            such device.
 
     Raises:
         RuntimeError: where the real torch_npu is installed.
@@ -88,6 +89,9 @@ def uninstall() -> None:
     if _installed is not None:
         _installed.undo()
         _installed = None
+        # torch asks the module of the name that it keeps whether there is such a device.
+        if torch._C._get_privateuse1_backend_name() == "npu" and not hasattr(torch, "npu"):
+            torch.npu = host.absent_npu_module()  # type: ignore[attr-defined]
 
 
 def _refuse_another() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from moeroute.interop.torch_npu import arguments
+from moeroute.interop.torch_npu import arguments, testcases
 
 # ---------------------------------------------------------------------------- streams and events
 
@@ -193,7 +193,9 @@ _EMPTY = (
     "contrib",
     "contrib.transfer_to_npu",
     "testing",
+    "testing.common_distributed",
     "testing.common_utils",
+    "testing.decorator",
     "testing.testcase",
     "profiler",
     "utils",
@@ -211,6 +213,8 @@ def torch_npu_modules(functions: dict[str, Callable[..., Any]], npu: ModuleType)
         modules[path] = _module(path, "Nothing of it is built.", {})
         parent, _, child = path.rpartition(".")
         setattr(modules[parent], child, modules[path])
+    for name, values in testcases.NAMES.items():
+        vars(modules[f"torch_npu.testing.{name}"]).update({value.__name__: value for value in values})
     return modules
 
 

@@ -41,7 +41,7 @@ class _Installed:
         for name, module in self.modules.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]
-        if _named():
+        if _named():  # torch asks the module of the name that it keeps whether there is such a device
             sys.modules["torch.npu"] = host.absent_module()
             setattr(torch, "npu", sys.modules["torch.npu"])  # noqa: B010 - torch has no such attribute for mypy
         set_memory_pool(**self.pool)
@@ -89,9 +89,6 @@ def uninstall() -> None:
     if _installed is not None:
         _installed.undo()
         _installed = None
-        # torch asks the module of the name that it keeps whether there is such a device.
-        if torch._C._get_privateuse1_backend_name() == "npu" and not hasattr(torch, "npu"):
-            torch.npu = host.absent_npu_module()  # type: ignore[attr-defined]
 
 
 def _refuse_another() -> None:

@@ -78,9 +78,12 @@ def tensor(operator: str, argument: str, value: Any) -> Tensor:
 def shaped(operator: str, argument: str, value: Any, shape: tuple[int | None, ...], like: Tensor | None = None) -> None:
     """A dense tensor of this shape, in which None stands for any size, on the device of `like`."""
     tensor(operator, argument, value)
-    if value.ndim != len(shape) or any(
-        size not in (None, found) for size, found in zip(shape, value.shape, strict=True)
-    ):
+    fits = value.ndim == len(shape)
+    if fits:
+        for size, found in zip(shape, value.shape, strict=True):
+            if size is not None and size != found:
+                fits = False
+    if not fits:
         sizes = ", ".join("*" if size is None else str(size) for size in shape)
         raise wrong_shape(operator, argument, f"of shape [{sizes}]", value)
     if like is not None and value.device != like.device:

@@ -258,9 +258,14 @@ def test_no_tokens() -> None:
 
 @pytest.mark.parametrize("active_num", [0, 2, N, 100])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_first_init_routing(dtype: torch.dtype, active_num: int) -> None:
+@pytest.mark.parametrize("by_column", [True, False])
+def test_first_init_routing(dtype: torch.dtype, active_num: int, by_column: bool) -> None:
+    """Slots are numbered by column, or in any other way: a number means the token number % N all the same."""
     x, ids = drawn(5, dtype)
     row_idx = torch.arange(N * K, dtype=torch.int32).view(K, N).t().contiguous()
+    if not by_column:
+        shuffled = torch.randperm(N * K, generator=torch.Generator().manual_seed(7))
+        row_idx = row_idx.flatten()[shuffled].view(N, K)
     rows, numbers, experts = npu.npu_moe_init_routing(x, row_idx, ids, active_num)
     order = np.argsort(ids.flatten().numpy(), kind="stable")
     source = row_idx.flatten().numpy()[order]

@@ -89,10 +89,11 @@ def npu_moe_init_routing_v2(
     check.integer(name, "expert_num", expert_num, 1, LARGEST)
     first, last = _range(name, active_expert_range, expert_num)
     slots = num_tokens * topk
-    uncut = plan_from_expert_ids(expert_idx, expert_num, expert_range=(first, last), num_rows=slots)
+    part = None if (first, last) == (0, expert_num) else (first, last)
+    uncut = plan_from_expert_ids(expert_idx, expert_num, expert_range=part, num_rows=slots)
     if drop:
         check.integer(name, "expert_capacity", expert_capacity, 1, LARGEST // expert_num)
-        if (first, last) != (0, expert_num) or row_idx_type:
+        if part or row_idx_type:
             argument = "row_idx_type" if row_idx_type else "active_expert_range"
             raise refused(name, argument, "the default with drop_pad_mode 1", row_idx_type or [first, last])
         plan = plan_from_expert_ids(expert_idx, expert_num, capacity=expert_capacity, pad_to_capacity=True)
@@ -137,13 +138,24 @@ def npu_moe_init_routing(
         if tensor.dtype is not torch.int32:
             raise refused(name, argument, "torch.int32", tensor.dtype)
     check.integer(name, "active_num", active_num, 0)
-    slots = num_tokens * topk
-    order = sorted_plan(expert_idx).slot_of_row
-    in_order = row_idx.reshape(-1).index_select(0, order)  # entry i: the slot number in row i
-    numbered = plan_from_row_of_slot(in_order, slots, slots)
-    num_rows = min(active_num, num_tokens) * topk
-    plan = plan_from_row_of_slot(numbered.slot_of_row.view(topk, num_tokens).t(), num_tokens, num_rows)
-    return spread(x, plan), numbered.slot_of_row, expert_idx.reshape(-1).index_select(0, order)
+    slots, num_rows = num_tokens * topk, min(active_num, num_tokens) * topk
+    plan = sorted_plan(expert_idx)
+    experts = expert_idx.reshape(-1).index_select(0, plan.slot_of_row)
+    if _numbered_by_column(row_idx):
+        numbers = plan.row_of_slot.view(num_tokens, topk).t().reshape(-1)
+        return spread(x, cut(plan, num_rows)), numbers, experts
+    in_order = row_idx.reshape(-1).index_select(0, plan.slot_of_row)  # entry i: the slot number in row i
+    numbers = plan_from_row_of_slot(in_order, slots, slots).slot_of_row
+    plan = plan_from_row_of_slot(numbers.view(topk, num_tokens).t(), num_tokens, num_rows)
+    return spread(x, plan), numbers, experts
+
+
+def _numbered_by_column(row_idx: Tensor) -> bool:
+    """Whether slot (t, k) has number k * N + t, as nearly always: the plan of the ids is then all that is needed."""
+    if torch.compiler.is_compiling() or row_idx.is_meta:
+        return False
+    numbers = torch.arange(row_idx.numel(), dtype=torch.int32, device=row_idx.device)
+    return torch.equal(row_idx.t(), numbers.view(row_idx.shape[1], row_idx.shape[0]))
 
 
 @npu_function

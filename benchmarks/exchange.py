@@ -76,31 +76,35 @@ def _measure(chosen: argparse.Namespace, rank: int) -> list[float]:
     ratios = []
     for name, ours, times in (("forward", forward, 1), ("forward and backward", both, 2)):
         pairs = _alternate([lambda times=times: bare(times), ours], chosen.seconds)  # type: ignore[misc]
-        mine = [statistics.median(seconds) for seconds in pairs]
-        ratio = statistics.median(our / their for their, our in zip(*pairs, strict=True))
+        mine = [statistics.median(seconds) for seconds, _ in pairs]
+        computed = [statistics.median(cpu) for _, cpu in pairs]
+        pairs_of_times = [seconds for seconds, _ in pairs]
+        ratio = statistics.median(our / their for their, our in zip(*pairs_of_times, strict=True))
         ratios.append(ratio)
         if rank == 0:
             moved = times * (sends[1] + receives[1]) * chosen.hidden * 4 / 2**20
             print(
                 f"{name}: {mine[1] * 1e3:.2f} ms, bare all-to-alls {mine[0] * 1e3:.2f} ms, ratio {ratio:.2f}"
-                f" (bound {BOUND}), {moved:.1f} MiB sent by rank 0 and {len(pairs[0])} rounds"
+                f" (bound {BOUND}); time of the CPU {computed[1] * 1e3:.2f} and {computed[0] * 1e3:.2f} ms, ratio"
+                f" {computed[1] / computed[0]:.2f}; {moved:.1f} MiB sent by rank 0, {len(pairs_of_times[0])} rounds"
             )
             sys.stdout.flush()
     return ratios
 
 
-def _alternate(sides: list[Callable[[], None]], seconds: float) -> list[list[float]]:
-    """The times of both sides, turn by turn; the ranks stop together."""
-    found: list[list[float]] = [[] for _ in sides]
+def _alternate(sides: list[Callable[[], None]], seconds: float) -> list[tuple[list[float], list[float]]]:
+    """The times of both sides, turn by turn, and those of this process on the CPU; the ranks stop together."""
+    found: list[tuple[list[float], list[float]]] = [([], []) for _ in sides]
     begun = time.perf_counter()
     go_on = torch.ones(1)
     for turn in range(10**6):
-        for side, times in zip(sides, found, strict=True):
+        for side, (times, cpu) in zip(sides, found, strict=True):
             dist.barrier()
-            start = time.perf_counter()
+            start, computed = time.perf_counter(), time.process_time()
             side()
             if turn > 2:
                 times.append(time.perf_counter() - start)
+                cpu.append(time.process_time() - computed)
         go_on.fill_(time.perf_counter() - begun < seconds or turn < 9)
         dist.all_reduce(go_on, dist.ReduceOp.MIN)
         if not go_on.item():

@@ -29,7 +29,7 @@ from moeroute.dtypes import FLOATS, LARGEST
 from moeroute.ops.exchange import (
     ExpertParallelError as ExpertParallelError,
 )
-from moeroute.ops.exchange import Place, Wire, exchange, gather, name_of, started, swap, wire_of
+from moeroute.ops.exchange import Place, Wire, exchange, gather, name_of, process_group, started, swap, wire_of
 from moeroute.ops.gradient_norm import clip_grad_norm_ as clip_grad_norm_
 from moeroute.ops.indices.op import plan_from_row_of_slot
 from moeroute.permutation import permute, unpermute
@@ -131,7 +131,7 @@ class ExpertExchange:
             check.integer(_OPERATOR, "capacity", capacity, 0, LARGEST)
         if not isinstance(layer, str):
             raise check.wrong_type(_OPERATOR, "layer", "a str", layer)
-        self.group = _process_group(_OPERATOR, group)
+        self.group = process_group(_OPERATOR, group)
         self.num_experts, self.capacity, self.layer = num_experts, capacity, layer
         self.topk, self.align = topk, align
         wire = wire_of(self.group)
@@ -521,25 +521,6 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 # ---------------------------------------------------------------------------- helpers
-
-
-def _process_group(operator: str, group: Any) -> Any:
-    import torch.distributed as dist
-
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            wanted = "a DeviceMesh of one dimension, as mesh['ep']"
-            raise check.wrong_value(operator, "group", wanted, f"one of {group.ndim} dimensions")
-        return group.get_group()
-    if group is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if not isinstance(group, dist.ProcessGroup):
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise check.wrong_value(operator, "group", "one that this process is in", "another")
-        raise check.wrong_type(operator, "group", "a ProcessGroup, a DeviceMesh or None", group)
-    if dist.get_rank(group) < 0:
-        raise check.wrong_value(operator, "group", "one that this process is in", "another")
-    return group
 
 
 def _anchor(rows: Tensor, anchor: Tensor | None) -> Tensor:

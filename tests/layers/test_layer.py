@@ -85,6 +85,28 @@ def test_losses_of_the_routing() -> None:
         torch.testing.assert_close(got, wanted, msg=partial("{}: {}".format, score))
 
 
+def test_kinds_of_the_balance_loss() -> None:
+    layer, x = make_layer(), make_input(12)
+    mask = torch.arange(12) % 5 == 3
+    _, routing = layer(x, padding_mask=mask, return_routing=True)
+    of_each = [
+        load_balancing_loss(routing.probabilities[part], routing.gating.expert_ids[part], padding_mask=mask[part])
+        for part in (slice(0, 4), slice(4, 8), slice(8, 12))
+    ]
+    torch.testing.assert_close(routing.balance_loss("sequence", num_sequences=3), torch.stack(of_each).mean())
+    torch.testing.assert_close(routing.balance_loss(), routing.statistics().loss())
+    torch.testing.assert_close(routing.balance_loss("global_batch"), routing.balance_loss("micro_batch"))
+    for options, wanted in (
+        ({"num_sequences": 5}, "a divisor of T = 12"),
+        ({}, "an int"),
+        ({"num_sequences": 0}, "at least 1"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"nn.Routing.balance_loss: num_sequences must be {wanted}"):
+            routing.balance_loss("sequence", **options)
+    with pytest.raises(ValueError, match="kind must be one of 'micro_batch', 'sequence', 'global_batch'; got 'batch'"):
+        routing.balance_loss("batch")
+
+
 def test_second_derivatives_of_the_layer() -> None:
     layer = make_layer(torch.float64)
     x = make_input(5, dtype=torch.float64).requires_grad_()

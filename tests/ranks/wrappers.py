@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from moeroute import update_expert_bias
 from moeroute.expert_parallel import clip_grad_norm_, expert_parameters, owned_experts
 from moeroute.nn import MoE
 from ranks import forked
@@ -191,6 +192,32 @@ def compare_weights(ours: MoE, layer: MoE, owned: range) -> None:
             same(parameter.detach(), expected, name)
 
 
+def balance(world: int, rank: int) -> None:
+    """Counts over all ranks, and shares of the loss of the global batch; padding counts nowhere."""
+    batch = Batch((21, 13, 8, 5), masked=True, options=(("score", "sigmoid"), ("expert_bias", True)))
+    layer, xs, _, arguments = make(batch, world)
+    mask = torch.cat([given["padding_mask"] for given in arguments])
+    _, whole = layer(torch.cat(xs), padding_mask=mask, return_routing=True)
+    _, mine = layer(xs[rank], **arguments[rank], return_routing=True)
+    for group in (dist.group.WORLD, init_device_mesh("cpu", (world,))):
+        statistics = mine.statistics(group)
+        same(statistics.tokens_per_expert, whole.statistics().tokens_per_expert)
+        same(statistics.num_tokens, (~mask).sum())
+        bias = layer.router.expert_bias
+        assert bias is not None
+        counts = mine.statistics().tokens_per_expert
+        same(
+            update_expert_bias(bias, counts, group=group),
+            update_expert_bias(bias, whole.statistics().tokens_per_expert),
+        )
+    share = mine.balance_loss("global_batch", group=dist.group.WORLD)
+    (grad,) = torch.autograd.grad(share, layer.router.weight)
+    (expected,) = torch.autograd.grad(whole.balance_loss(), layer.router.weight)
+    total = torch.cat([share.detach()[None], grad.flatten()])
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, torch.cat([whole.balance_loss().detach()[None], expected.flatten()]))
+
+
 # ---------------------------------------------------------------------------- recomputation, compilation
 
 
@@ -277,6 +304,7 @@ def cases(world: int) -> list[Callable[[int, int], None]]:
         ddp_with_ignored_experts,
         fully_shard_without_the_experts,
         optimizers,
+        balance,
     ]
     if world == 2:
         two: list[Callable[[int, int], None]] = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moeroute import check
-from moeroute.ops.balance import BalanceStatistics, balance_statistics, router_z_loss
+from moeroute.ops.balance import BalanceKind, BalanceStatistics, balance_statistics, loss_of_kind, router_z_loss
 from moeroute.ops.gating.op import Gating
 from moeroute.plan import RoutingPlan
 
@@ -51,9 +51,32 @@ class Routing(NamedTuple):
     probabilities: Tensor
     padding_mask: Tensor | None
 
-    def statistics(self) -> BalanceStatistics:
-        """What the router wanted, before capacity and without padding; ``.loss()`` is the balance loss."""
-        return balance_statistics(self.probabilities, self.gating.expert_ids, padding_mask=self.padding_mask)
+    def statistics(self, group: Any = None) -> BalanceStatistics:
+        """What the router wanted, before capacity and without padding; ``.loss()`` is the balance loss.
+
+        ``group`` as in `balance_statistics`.
+        """
+        ids, mask = self.gating.expert_ids, self.padding_mask
+        return balance_statistics(self.probabilities, ids, padding_mask=mask, group=group)
+
+    def balance_loss(
+        self, kind: BalanceKind = "micro_batch", *, num_sequences: int | None = None, group: Any = None
+    ) -> Tensor:
+        """The balance loss of this call's tokens, of each sequence, or of the tokens of all ranks.
+
+        Padding counts in none of them.
+
+        Args:
+            kind: "micro_batch": of this call. "sequence": the mean over sequences of the loss of each. "global_batch":
+                this rank's share of the loss of all ranks' tokens; the shares add up to it, and gradients are to be
+                added up too.
+            num_sequences: with "sequence": the tokens are so many sequences of one length, one after the other.
+            group: with "global_batch": see `balance_statistics`; None: this rank's tokens only.
+
+        Returns:
+            A float32 scalar.
+        """
+        return loss_of_kind(kind, self.probabilities, self.gating.expert_ids, self.padding_mask, num_sequences, group)
 
     def z_loss(self) -> Tensor:
         """`router_z_loss` of the logits."""

@@ -10,16 +10,18 @@ capacity drops slots and before any padding adds some: what a loss must see is w
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from moeroute import check
 from moeroute.dtypes import FLOATS, INTEGERS, LARGEST, wide
+from moeroute.ops.exchange import sum_over_ranks
 from moeroute.ops.indices.op import plan_from_token_ids
 from moeroute.ops.rows.op import combine
 
+BalanceKind = Literal["micro_batch", "sequence", "global_batch"]
 _HALF = (torch.float16, torch.bfloat16)
 _FLOATS = (
     *FLOATS,
@@ -96,6 +98,7 @@ def balance_statistics(
     padding_mask: Tensor | None = None,
     sequence_ids: Tensor | None = None,
     num_sequences: int | None = None,
+    group: Any = None,
 ) -> BalanceStatistics:
     """Sum of the scores, number of slots per expert and number of tokens, for one shard.
 
@@ -110,9 +113,13 @@ def balance_statistics(
         sequence_ids: [T], any integer dtype: statistics of each of N sequences, [N, E], in one pass. A token whose id
             is outside [0, N) counts nowhere. The scores of a sequence are added in token order.
         num_sequences: N, with sequence_ids.
+        group: a torch.distributed process group, or a mesh of one dimension, whose ranks each have a shard and call
+            this together. The two counts are then those of all of them (added in int64, the same on every rank); the
+            sum of the scores stays this rank's, so that each rank's ``loss()`` is its share: the shares add up to the
+            loss of the global batch, and their gradients to its gradient.
 
     Returns:
-        The three sums; they can be added to those of other shards.
+        The three sums; they can be added to those of other shards (without a group).
 
     Raises:
         ValueError: a wrong shape or device.
@@ -129,7 +136,13 @@ def balance_statistics(
     >>> sum(shards[1:], shards[0]).loss() == whole.loss()
     tensor(True)
     """
-    return _statistics("balance_statistics", scores, expert_ids, padding_mask, sequence_ids, num_sequences)
+    operator = "balance_statistics"
+    found = _statistics(operator, scores, expert_ids, padding_mask, sequence_ids, num_sequences)
+    if group is None:
+        return found
+    counts = torch.cat([found.tokens_per_expert, found.num_tokens[..., None]], dim=-1)
+    counts = sum_over_ranks(operator, counts, group)
+    return found._replace(tokens_per_expert=counts[..., :-1], num_tokens=counts[..., -1])
 
 
 def load_balancing_loss(
@@ -251,6 +264,28 @@ def load_balancing_loss_from_counts(
     return total * factor / num_tokens.detach().to(dtype).clamp(min=1).square()
 
 
+def loss_of_kind(
+    kind: BalanceKind,
+    scores: Tensor,
+    expert_ids: Tensor,
+    padding_mask: Tensor | None,
+    num_sequences: int | None,
+    group: Any,
+) -> Tensor:
+    """`nn.Routing.balance_loss`, which has the docstring."""
+    operator = "nn.Routing.balance_loss"
+    check.one_of(operator, "kind", kind, get_args(BalanceKind))
+    if kind != "sequence":
+        group = group if kind == "global_batch" else None
+        return balance_statistics(scores, expert_ids, padding_mask=padding_mask, group=group).loss()
+    parts = check.integer(operator, "num_sequences", num_sequences, 1)
+    if scores.shape[0] % parts:
+        raise check.wrong_value(operator, "num_sequences", f"a divisor of T = {scores.shape[0]}", num_sequences)
+    split = (parts, scores.shape[0] // parts)
+    mask = None if padding_mask is None else padding_mask.unflatten(0, split)
+    return load_balancing_loss(scores.unflatten(0, split), expert_ids.unflatten(0, split), padding_mask=mask).mean()
+
+
 def router_z_loss(logits: Tensor, *, padding_mask: Tensor | None = None) -> Tensor:
     """Mean over the tokens of logsumexp(logits)^2; keeps router logits small.
 
@@ -284,21 +319,22 @@ def router_z_loss(logits: Tensor, *, padding_mask: Tensor | None = None) -> Tens
     return squares.sum() / (~padding_mask).sum().clamp(min=1).to(squares.dtype)
 
 
-def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, *, rate: float = 1e-3) -> Tensor:
+def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, *, rate: float = 1e-3, group: Any = None) -> Tensor:
     """The selection bias after one step: bias + rate * sign(mean count - count).
 
     An expert with fewer slots than the mean is lifted, one with more is lowered, one at the mean stays.
     The comparison is exact, in integers.
 
     Source: auxiliary-loss-free balancing of DeepSeek-V3 (arXiv:2412.19437, section 2.1.2; Wang et al.,
-    arXiv:2408.15664), as Megatron-Core's ``get_updated_expert_bias``. With several ranks, add up their
-    counts first.
+    arXiv:2408.15664), as Megatron-Core's ``get_updated_expert_bias``.
 
     Args:
         bias: [..., E], float32 or float64. A half type is refused: steps of 1e-3 vanish in it (in
             bfloat16, 1 + 0.001 is 1).
         tokens_per_expert: the same shape, an integer dtype (a bfloat16 count of 515 reads 512).
         rate: size of a step.
+        group: a torch.distributed process group, or a mesh of one dimension, whose ranks call this together: their
+            counts are added first, in int64, so that every rank gets the same bias. None: the counts as they are.
 
     Returns:
         A new tensor like the bias, which stays as it is.
@@ -330,6 +366,8 @@ def update_expert_bias(bias: Tensor, tokens_per_expert: Tensor, *, rate: float =
     check.same_device(operator, "bias", bias, "tokens_per_expert", tokens_per_expert)
     rate = check.finite_in(operator, "rate", rate, bias.dtype)
     counts = tokens_per_expert.to(torch.int64)
+    if group is not None:
+        counts = sum_over_ranks(operator, counts, group)
     direction = torch.sign(counts.sum(dim=-1, keepdim=True) - counts * counts.shape[-1])
     return bias.detach() + direction.to(bias.dtype) * rate
 

@@ -183,7 +183,47 @@ def started() -> Iterator[list[Callable[[], None]]]:
         _overlap.pending = before
 
 
-# ---------------------------------------------------------------------------- numbers, before rows move
+# ---------------------------------------------------------------------------- numbers
+
+
+def process_group(operator: str, group: Any) -> Any:
+    """The process group of a group or of a mesh of one dimension; None without torch.distributed.
+
+    None stands for the default group.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        if group is None:
+            return None
+        raise check.wrong_value(operator, "group", "None: this torch has no torch.distributed", type(group).__name__)
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            wanted = "a DeviceMesh of one dimension, as mesh['ep']"
+            raise check.wrong_value(operator, "group", wanted, f"one of {group.ndim} dimensions")
+        group = group.get_group()
+    if group is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise check.wrong_value(operator, "group", "one that this process is in", "another")
+    if not isinstance(group, dist.ProcessGroup):
+        raise check.wrong_type(operator, "group", "a ProcessGroup, a DeviceMesh or None", group)
+    if dist.get_rank(group) < 0:
+        raise check.wrong_value(operator, "group", "one that this process is in", "another")
+    return group
+
+
+def sum_over_ranks(operator: str, counts: Tensor, group: Any) -> Tensor:
+    """int64 counts, added over the ranks of a group or of a mesh of one dimension."""
+    import torch.distributed as dist
+
+    wire = wire_of(process_group(operator, group))
+    total = counts.to(wire.device if wire.tagged else counts.device, copy=True)
+    if wire.group is not None:
+        dist.all_reduce(total, group=wire.group)
+    return total.to(counts.device)
 
 
 def gather(wire: Wire, place: Place, numbers: Sequence[int]) -> list[list[int]]:

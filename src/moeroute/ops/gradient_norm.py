@@ -27,7 +27,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: whose gradients are scaled in place.
-        max_norm: the largest norm that is left as it is.
+        max_norm: the largest norm that is left as it is; ``inf`` only measures.
         norm_type: the p of the norm, ``inf`` for the largest magnitude.
         error_if_nonfinite: raise RuntimeError instead of scaling by a norm that is no number.
 
@@ -45,7 +45,8 @@ def clip_grad_norm_(
     (tensor(5.), tensor([0.6000, 0.8000]))
     """
     operator = "expert_parallel.clip_grad_norm_"
-    check.number(operator, "max_norm", max_norm)
+    if max_norm != float("inf"):
+        check.number(operator, "max_norm", max_norm)
     power = norm_type if norm_type == float("inf") else check.number(operator, "norm_type", norm_type)
     if not power > 0:
         raise check.wrong_value(operator, "norm_type", "above 0", norm_type)

@@ -295,15 +295,15 @@ def test_swiglu_quant(
     parts = slices(groups, 6, cumulative)
     shape = (len(parts), 4) if smooth == "columns" else (len(parts),)
     factors = None if smooth is None else numbers(*shape, seed=1) * 20
-    offsets = numbers(*shape, seed=2) * 5 if mode == 0 and smooth is not None else None
+    offsets = numbers(*shape, seed=2) * 5 if smooth is not None else None
     first, second = np.split(x.double().numpy().reshape(6, 8), 2, -1)
     activation = silu(first) * second if left else silu(second) * first
     values = np.zeros((6, 4))
     for group, (start, stop) in enumerate(parts):
         values[start:stop] = activation[start:stop] * grouped(factors, group)
-        if offsets is not None:
+        if offsets is not None and mode == 0:
             values[start:stop] += grouped(offsets, group)
-    found = npu_swiglu_quant(
+    rows, factor = npu_swiglu_quant(
         x,
         smooth_scales=factors,
         offsets=offsets,
@@ -313,7 +313,8 @@ def test_swiglu_quant(
         group_list_type=0 if cumulative else 1,
         dst_type=target,
     )
-    expect(found, values.reshape(2, 3, 4), mode == 1, target)
+    scale = torch.where(factor == 0, 0.0, 1 / factor)  # the row was multiplied by the factor
+    expect((rows, scale), values.reshape(2, 3, 4), mode == 1, target)
 
 
 @given(
@@ -391,9 +392,9 @@ def test_dequant_swiglu_quant(
 def test_the_right_half_is_the_gate_by_default() -> None:
     x = torch.tensor([[2.0, 30.0]])
     wanted = 60.0  # silu(30) is 30
-    found, scale = npu_swiglu_quant(x, quant_mode=1)
+    found, factor = npu_swiglu_quant(x, quant_mode=1)
     assert found.tolist() == [[127]]
-    torch.testing.assert_close(scale, torch.tensor([wanted / 127]))
+    torch.testing.assert_close(factor, torch.tensor([127 / wanted]))
     found, scale = npu_dequant_swiglu_quant(x, quant_mode=1)
     torch.testing.assert_close(scale, torch.tensor([wanted / 127]))
     assert npu_swiglu_quant(x)[0].tolist() == [[60]]
@@ -417,7 +418,6 @@ def test_nothing_in_gives_nothing() -> None:
         ("group_list_type must be 0 or 1", {"group_list_type": 2}),
         ("group_index must be", {"group_index": torch.tensor([3])}),
         ("smooth_scales must be", {"smooth_scales": torch.ones(3), "group_index": torch.tensor([1, 2])}),
-        ("offsets must be None", {"offsets": torch.ones(1), "quant_mode": 1}),
     ],
 )
 def test_swiglu_quant_refuses(phrase: str, arguments: dict[str, Any]) -> None:

@@ -249,7 +249,7 @@ def npu_swiglu_quant(
     Args:
         x: [..., 2 n].
         smooth_scales: [G, n] or [G]; of one group [n] too.
-        offsets: as `smooth_scales`, for mode 0.
+        offsets: as `smooth_scales`, for mode 0; without meaning in mode 1.
         group_index: [G] ends (`group_list_type` 0) or sizes (1) of the groups of rows; None: one group of all. Rows of
             no group are zero, and their scales.
         activate_left: silu of the left half, else of the right one.
@@ -258,26 +258,27 @@ def npu_swiglu_quant(
         dst_type: int8 (None), float8_e5m2 or float8_e4m3fn.
 
     Returns:
-        [..., n], and the scales, float32 [...], zero in mode 0.
+        [..., n], and float32 [...]: zero in mode 0, and in mode 1 the factor that each row was multiplied by, which is
+        the largest number of the type over the largest magnitude of the row, and so the reciprocal of the scales of
+        all other functions; zero for a row of zeros.
     """
     function = "npu_swiglu_quant"
     _float_input(function, "x", x, 2)
     _check_mode(function, "quant_mode", quant_mode)
     _check_mode(function, "group_list_type", group_list_type)
-    if offsets is not None and quant_mode == 1:
-        raise refused(function, "offsets", "None with quant_mode 1", "a tensor")
     dtype = _target(function, "dst_type", dst_type, tuple(LARGEST)[:3])
     rows, width = _rows_of_halves(function, x)
     found = _groups(function, group_index, group_list_type, rows.shape[0])
     left_first = check.flag(function, "activate_left", activate_left)
     smooth = factors_of(function, "smooth_scales", smooth_scales, len(found), width)
-    offset = factors_of(function, "offsets", offsets, len(found), width)
+    offset = None if quant_mode == 1 else factors_of(function, "offsets", offsets, len(found), width)
 
     def activation(start: int, stop: int) -> Tensor:
         left, right = rows[start:stop].float().chunk(2, 1)
         return swiglu(left, right) if left_first else swiglu(right, left)
 
     values, scale = quantised(activation, rows, found, smooth, offset, quant_mode, dtype)
+    scale = torch.where(scale == 0, 0.0, scale.reciprocal())
     return values.view(*x.shape[:-1], width), scale.view(x.shape[:-1])
 
 

@@ -146,7 +146,7 @@ def clipped_by_hand(x: np.ndarray, dim: int, used: int, interleaved: bool, alpha
     layout=st.sampled_from(["plain", "strided", "turned"]),
     dim=st.sampled_from([-1, 1, 2, -2]),
     interleaved=st.booleans(),
-    groups=st.sampled_from([None, [0, 0], [1, 2], [0, 3, 0]]),
+    groups=st.sampled_from([None, [0, 0], [1, 2], [0, 3, 0], [2, 90]]),
     index=st.sampled_from([torch.int32, torch.int64]),
     limit=st.sampled_from([0.5, 7.0]),
 )
@@ -156,7 +156,7 @@ def test_clipped_swiglu(
     x = numbers(4, 4, 6, dtype=dtype, layout=layout) * 3
     rows = math.prod(x.shape[: dim % 3])
     counts = None if groups is None else torch.tensor(groups, dtype=index)
-    used = rows if groups is None else sum(groups)
+    used = rows if groups is None else min(rows, sum(groups))
     found = npu_clipped_swiglu(
         x, group_index=counts, dim=dim, alpha=1.3, limit=limit, bias=0.5, interleaved=interleaved
     )
@@ -171,7 +171,7 @@ def test_clipped_swiglu_has_the_constants_of_gpt_oss_and_no_gradient() -> None:
     torch.testing.assert_close(found, torch.tensor([wanted]))
 
 
-@pytest.mark.parametrize("counts", ([3], [-1, 2], [[1]]))
+@pytest.mark.parametrize("counts", ([-1, 2], [[1]]))
 def test_clipped_swiglu_refuses_counts(counts: list[int]) -> None:
     with pytest.raises(RuntimeError, match="npu_clipped_swiglu: group_index"):
         npu_clipped_swiglu(torch.ones(2, 4), group_index=torch.tensor(counts))

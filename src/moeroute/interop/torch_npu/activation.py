@@ -6,6 +6,7 @@ right.
 """
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def npu_clipped_swiglu(
 
     Args:
         x: float. It is taken as [P, R]: P for the axes before `dim`, R for `dim` and all behind it.
-        group_index: [G] counts of rows. Rows beyond their sum are zero; None: all rows count.
+        group_index: [G] counts of rows. Rows beyond their sum are zero, and it may be more than there are; None: all
+            rows count.
         dim: the axis that is halved.
         alpha: the slope inside the sigmoid.
         limit: where A and B are cut.
@@ -97,7 +99,8 @@ def npu_clipped_swiglu(
     shape[axis] //= 2
     used = num_rows
     if group_index is not None:
-        used = max((s.stop for s in segments(function, "group_index", group_index, SIZES, num_rows)), default=0)
+        counted = segments(function, "group_index", group_index, SIZES, sys.maxsize)
+        used = min(num_rows, max((segment.stop for segment in counted), default=0))
     rows = x.reshape(num_rows, width)[:used].to(wide(x))
     first, second = (rows[:, 0::2], rows[:, 1::2]) if interleaved else rows.chunk(2, 1)
     out = x.new_zeros(num_rows, width // 2)

@@ -97,8 +97,8 @@ def same_codes(actual: Tensor, expected: Array) -> None:
     np.testing.assert_array_equal(np.where(nan[codes], 0x7F, codes), np.where(nan[expected], 0x7F, expected))
 
 
-def same_scale(actual: Tensor, expected: Array) -> None:
-    assert actual.dtype is torch.float8_e8m0fnu
+def same_scale(actual: Tensor, expected: Array, dtype: torch.dtype = torch.float8_e8m0fnu) -> None:
+    assert actual.dtype is dtype
     assert actual.is_contiguous()
     np.testing.assert_array_equal(actual.view(torch.uint8).numpy(), expected)
 
@@ -134,7 +134,7 @@ def test_floor_rule_of_every_bfloat16(dst_type: int, dtype: torch.dtype) -> None
     elements, scale = mx.npu_dynamic_mx_quant(rows, dst_type=dst_type)
     codes, byte = quantized(rows.double().numpy(), dtype, "floor")
     same_codes(elements, codes)
-    same_scale(scale, np.stack([byte, np.zeros_like(byte)], 1)[:, None])
+    same_scale(scale, np.stack([byte, np.zeros_like(byte)], 1)[:, None], torch.uint8)
 
 
 @pytest.mark.parametrize("width", [0, 1, 31, 32, 33, 64, 65, 100])
@@ -211,7 +211,7 @@ def test_the_smallest_and_largest_of_float32(rule: str) -> None:
         scale = pairs[:, 0, :1].contiguous()
     codes, byte = quantized(row.double().numpy(), E4M3, rule)
     same_codes(elements, codes)
-    same_scale(scale.contiguous(), byte[:, None])
+    same_scale(scale.contiguous(), byte[:, None], torch.float8_e8m0fnu if rule == "round" else torch.uint8)
     assert byte.tolist() == ([1, 1, 247, 1] if rule == "round" else [0, 0, 246, 1])
 
 
@@ -236,7 +236,7 @@ def test_any_axis(axis: int, dst_type: int, dtype: torch.dtype) -> None:
         found = elements.view(torch.uint8).index_select(axis, here).movedim(axis, -1).contiguous().view(dtype)
         same_codes(found, codes)
         np.moveaxis(expected, axis if axis >= 0 else axis - 1, 0)[block // 2, ..., block % 2] = byte
-    same_scale(scale, expected)
+    same_scale(scale, expected, torch.uint8)
 
 
 def test_rows_in_groups() -> None:
@@ -256,7 +256,7 @@ def test_rows_in_groups() -> None:
                 scales[start // 64 + group + number // 2, :, number % 2] = byte
             start = end
         same_codes(elements, codes)
-        same_scale(scale, scales)
+        same_scale(scale, scales, torch.uint8)
     elements, scale = mx.npu_grouped_dynamic_mx_quant(rows[:0], torch.tensor([0, 0], dtype=torch.int32))
     assert (elements.shape, scale.shape) == ((0, 6), (2, 6, 2))
 
@@ -492,12 +492,15 @@ NOT_BUILT = [
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, block_size=64), "npu_dynamic_mx_quant: block_size=64 is not"),
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, scale_alg=1), "npu_dynamic_mx_quant: scale_alg=1 is not"),
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, dst_type_max=6.0), "npu_dynamic_mx_quant: dst_type_max=6.0 is not"),
+    (lambda: mx.npu_grouped_dynamic_mx_quant(X, torch.tensor([2]), scale_alg=1), "npu_grouped_dynamic_mx_quant: scale_alg=1 is not"),
+    (lambda: mx.npu_grouped_dynamic_mx_quant(X, torch.tensor([2]), dst_type_max=6.0), "npu_grouped_dynamic_mx_quant: dst_type_max=6.0 is not"),
     (lambda: mx.npu_grouped_dynamic_mx_quant(X, torch.tensor([4]), dst_type=290), "npu_grouped_dynamic_mx_quant: dst_type=290 (HiFloat8) is not"),
     (lambda: mx.quantize_blocks(X, 4), "npu_moe_init_routing_v2: quant_mode=4 (fp8 with groups of 128) is not"),
 ]  # fmt: skip
 WRONG = [
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, axis=2), "axis must be an axis of 2 dimensions; got 2"),
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, block_size=33), "block_size must be 32; got 33"),
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, max_low_bound=1.0), "max_low_bound must be 0 with scale_alg 0; got 1.0"),
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, round_mode="floor"), "round_mode must be 'rint' for fp8; got 'floor'"),
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=1), "dst_type must be float8_e5m2 or float8_e4m3fn; got 1"),
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=999), "dst_type must be a torch.dtype or the number of one; got 999"),

@@ -122,14 +122,15 @@ def npu_dynamic_mx_quant(
     round_mode: str = "rint",
     dst_type: int | torch.dtype = 296,
     block_size: int = 32,
-    scale_alg: int = 0,
+    scale_alg: int | None = 0,
     dst_type_max: float = 0.0,
+    max_low_bound: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Elements of e4m3fn or e5m2 (dst_type 24, 292 or 23, 291) in blocks of 32 along an axis, by OCP floor.
 
     Returns:
-        (the shape of input, of that dtype; the scales, float8_e8m0fnu: n elements on the axis have ceil(n / 64) pairs
-        there, and the pair is the last axis; an odd one that has no block is byte 0).
+        (the shape of input, of that dtype; the bytes of the scales, uint8: n elements on the axis have ceil(n / 64)
+        pairs there, and the pair is the last axis; an odd one that has no block is 0).
     """
     function = "npu_dynamic_mx_quant"
     dtype = _element_type(function, dst_type, round_mode, input)
@@ -139,13 +140,12 @@ def npu_dynamic_mx_quant(
         if block_size > 0 and block_size % BLOCK == 0:
             raise unavailable(function, "block_size", block_size)
         raise refused(function, "block_size", "32", block_size)
-    if scale_alg != 0:
-        raise unavailable(function, "scale_alg", scale_alg)
-    if dst_type_max != 0:
-        raise unavailable(function, "dst_type_max", dst_type_max)
+    _check_rule(function, scale_alg, dst_type_max)
+    if max_low_bound != 0:
+        raise refused(function, "max_low_bound", "0 with scale_alg 0", max_low_bound)
     with torch.no_grad():
         elements, scale = floor_blocks(input.movedim(axis, -1), dtype)
-        return elements.movedim(-1, axis).contiguous(), as_e8m0(scale.movedim(-2, axis % input.ndim))
+        return elements.movedim(-1, axis).contiguous(), scale.movedim(-2, axis % input.ndim).contiguous()
 
 
 @npu_function
@@ -156,19 +156,22 @@ def npu_grouped_dynamic_mx_quant(
     round_mode: str = "rint",
     dst_type: int | torch.dtype = 23,
     blocksize: int = 32,
+    scale_alg: int | None = 0,
+    dst_type_max: float | None = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Elements of e4m3fn or e5m2 in blocks of 32 rows, by OCP floor; every group of rows begins a block.
 
     group_index is [G], the row behind the last of each group. Rows behind the last group are 0.
 
     Returns:
-        (x's shape [M, H], of that dtype; the scales, float8_e8m0fnu [M // 64 + G, H, 2]: those of group g, which begins
-        at row s, begin at s // 64 + g, and what lies between the groups is byte 0).
+        (x's shape [M, H], of that dtype; the bytes of the scales, uint8 [M // 64 + G, H, 2]: those of group g, which
+        begins at row s, begin at s // 64 + g, and what lies between the groups is 0).
     """
     function = "npu_grouped_dynamic_mx_quant"
     dtype = _element_type(function, dst_type, round_mode, x)
     if blocksize != BLOCK:
         raise refused(function, "blocksize", "32", blocksize)
+    _check_rule(function, scale_alg, dst_type_max)
     check.shaped(function, "x", x, (None, None))
     check.shaped(function, "group_index", group_index, (None,))
     ends = group_index.tolist()
@@ -183,7 +186,15 @@ def npu_grouped_dynamic_mx_quant(
             found[first:last] = elements.view(torch.uint8).T
             place = first // 64 + group
             scales[place : place + scale.shape[1]] = scale.movedim(1, 0)
-    return found.view(dtype), as_e8m0(scales)
+    return found.view(dtype), scales
+
+
+def _check_rule(function: str, scale_alg: int | None, dst_type_max: float | None) -> None:
+    """OCP floor with the largest element of the type."""
+    if scale_alg:
+        raise unavailable(function, "scale_alg", scale_alg)
+    if dst_type_max:
+        raise unavailable(function, "dst_type_max", dst_type_max)
 
 
 def _element_type(function: str, dst_type: int | torch.dtype, round_mode: str, values: Tensor) -> torch.dtype:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -189,6 +190,14 @@ def combine_1(**options: Any) -> object:
 def gmm(**options: Any) -> object:
     given: dict[str, Any] = {"gmm_x": X, "gmm_weight": torch.ones(2, 2, 3), "hcom": "ep", "ep_world_size": 1}
     return npu_alltoallv_gmm(**(given | {"send_counts": [1, 1], "recv_counts": [1, 1]} | options))
+
+
+def test_counts_are_lists_or_arrays() -> None:
+    wanted = gmm(permute_out_flag=True, send_counts=[0, 2], recv_counts=[0, 2])
+    for counts in (np.array([0, 2]), list(np.array([0, 2], np.int32))):
+        found = gmm(permute_out_flag=True, send_counts=counts, recv_counts=counts, comm_mode=None)
+        for one, other in zip(found, wanted, strict=True):  # type: ignore[call-overload]
+            assert one is other or torch.equal(one, other)
 
 
 ANY = torch.ones(1)

@@ -1,12 +1,14 @@
 """Rows exchanged between ranks and multiplied by their experts, in one call each way.
 
 Counts are lists by rank and, inside a rank, by local expert: `send_counts[r * El + e]` rows go to, or come from, expert
-e of rank r, El = len(send_counts) / ep_world_size. No result has a gradient.
+e of rank r, El = len(send_counts) / ep_world_size; arrays of NumPy are lists too. No result has a gradient.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,6 +96,7 @@ def npu_alltoallv_gmm(
     trans_gmm_weight: bool = False,
     trans_mm_weight: bool = False,
     permute_out_flag: bool = False,
+    comm_mode: str | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Send gmm_x [M, H] to the ranks of its experts, put what comes in the order of this rank's, and multiply.
 
@@ -104,6 +107,7 @@ def npu_alltoallv_gmm(
         that were multiplied, or None without permute_out_flag).
     """
     function = "npu_alltoallv_gmm"
+    send_counts, recv_counts = _listed(send_counts), _listed(recv_counts)
     ranks = ranks_of(function, "gmm_x", gmm_x, "hcom", hcom, ep_world_size)
 
     products = _Products(gmm_x, gmm_weight, trans_gmm_weight, mm_x, mm_weight, trans_mm_weight)
@@ -139,6 +143,7 @@ def npu_gmm_alltoallv(
     mm_weight: Tensor | None = None,
     trans_gmm_weight: bool = False,
     trans_mm_weight: bool = False,
+    comm_mode: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Multiply gmm_x [M, H], which lies expert by expert and inside one rank by rank, and send the products back.
 
@@ -148,6 +153,7 @@ def npu_gmm_alltoallv(
         (the products [R, O], by rank and inside one by its experts; mm_x @ mm_weight or None).
     """
     function = "npu_gmm_alltoallv"
+    send_counts, recv_counts = _listed(send_counts), _listed(recv_counts)
     ranks = ranks_of(function, "gmm_x", gmm_x, "hcom", hcom, ep_world_size)
 
     products = _Products(gmm_x, gmm_weight, trans_gmm_weight, mm_x, mm_weight, trans_mm_weight)
@@ -162,6 +168,13 @@ def npu_gmm_alltoallv(
     rows = permute(rows, plan_from_segments(sent.T.to(rows.device), len(rows)))
     rows = ranks.exchange(rows, sent.sum(1).tolist(), received.sum(1).tolist())
     return rows, products.dense()
+
+
+def _listed(counts: Any) -> Any:
+    """Integers of NumPy as Python's."""
+    if isinstance(counts, list | tuple | np.ndarray):
+        return [int(count) if isinstance(count, np.integer) else count for count in counts]
+    return counts
 
 
 def _agree(

@@ -290,6 +290,7 @@ def test_routing_map_there_and_back(
     by_function = npu.npu_moe_token_unpermute_with_routing_map_grad(
         grad, index, ids, given_map, back, probs, drop, list(wide.shape)
     )
+    assert all(found is None or found.dtype is dtype for found in by_function)
     bound = 4 * max(TOLERANCE[dtype], 0 if probs is None else TOLERANCE[probs.dtype])
     for one, other, expected in zip(by_autograd, by_function, wanted, strict=False):
         assert other is not None

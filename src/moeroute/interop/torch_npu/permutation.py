@@ -308,7 +308,7 @@ def npu_moe_token_unpermute_with_routing_map_grad(
     drop_and_pad: bool = False,
     restore_shape: list[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of `npu_moe_token_unpermute_with_routing_map`: (rows [M, H], probs [N, E] or None).
+    """The gradients of `npu_moe_token_unpermute_with_routing_map`: (rows [M, H], probs [N, E] or None), of one type.
 
     With `drop_and_pad` row out_index[i] belongs to token permuted_token_id[i]; else out_index is sorted_indices.
     """
@@ -326,7 +326,7 @@ def npu_moe_token_unpermute_with_routing_map_grad(
         plan = _table(name, out_index, num_tokens, num_rows, routing_map, probs)
     if probs is None:
         return permute(unpermuted_tokens_grad, plan), None
-    return _weighted_grads(unpermuted_tokens_grad, permuted_tokens, plan, probs)
+    return _weighted_grads(unpermuted_tokens_grad, permuted_tokens, plan, probs, unpermuted_tokens_grad.dtype)
 
 
 # ---------------------------------------------------------------------------- plans
@@ -407,7 +407,7 @@ def _unpermute_grad(
     plan = _slots(name, sorted_indices, num_rows, probs)
     if probs is None:
         return permute(grad, plan), None
-    return _weighted_grads(grad, rows, plan, probs)
+    return _weighted_grads(grad, rows, plan, probs, probs.dtype)
 
 
 def _beside(rows: Tensor, probs: Tensor | None) -> Tensor | None:
@@ -416,11 +416,11 @@ def _beside(rows: Tensor, probs: Tensor | None) -> Tensor | None:
 
 
 def _weighted_grads(
-    grad: Tensor, rows: Tensor | None, plan: RoutingPlan, probs: Tensor
+    grad: Tensor, rows: Tensor | None, plan: RoutingPlan, probs: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     rows = None if rows is None else rows.to(grad.dtype)
     grad_rows, grad_probs = unpermute_backward(grad, rows, plan, _beside(grad, probs))
-    return grad_rows, None if grad_probs is None else grad_probs.to(probs.dtype)
+    return grad_rows, None if grad_probs is None else grad_probs.to(dtype)
 
 
 def _slots(name: str, sorted_indices: Tensor, num_rows: int, probs: Tensor | None) -> RoutingPlan:

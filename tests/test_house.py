@@ -21,6 +21,10 @@ from moeroute import dispatch, nn
 from moeroute.dispatch import Backend
 from moeroute.interop import megatron, transformer_engine
 from moeroute.interop.conventions import ScoreFunction
+from moeroute.nn.experts import Recompute
+from moeroute.nn.huggingface import Family
+from moeroute.nn.moe import WeightsOn
+from moeroute.ops.activations.op import Activation
 from moeroute.ops.gating.op import GroupScore, Score
 from moeroute.ops.planning.common import Drop, DropOfIds
 
@@ -359,7 +363,9 @@ def kinds_of(annotation: Any) -> set[Any]:
     return set().union(*map(kinds_of, arguments)) if arguments else {annotation}
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS, "nn.MoE.__init__", "nn.Router.__init__"])
+@pytest.mark.parametrize(
+    "name", [*FUNCTIONS, "nn.MoE.__init__", "nn.Router.__init__", "nn.Experts.__init__", "nn.activate"]
+)
 def test_strings_are_literals(name: str) -> None:
     for argument, annotation in get_type_hints(operator.attrgetter(name)(moeroute)).items():
         if argument not in ("device", "return"):
@@ -382,6 +388,11 @@ WORDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "nn.MoE score": (Score, lambda word: nn.MoE(4, 4, 2, 1, score=word)),
     "nn.MoE group_score": (GroupScore, lambda word: nn.MoE(4, 4, 2, 1, group_score=word)),
     "nn.MoE drop": (DropOfIds, lambda word: nn.MoE(4, 4, 2, 1, drop=word)),
+    "nn.MoE activation": (Activation, lambda word: nn.MoE(4, 4, 2, 1, activation=word)),
+    "nn.MoE weights_on": (WeightsOn, lambda word: nn.MoE(4, 4, 2, 1, weights_on=word)),
+    "nn.MoE recompute": (Recompute, lambda word: nn.MoE(4, 4, 2, 1, recompute=word)),
+    "nn.activate activation": (Activation, lambda word: nn.activate(FLOAT, word)),
+    "nn.MoE.huggingface_state_dict family": (Family, lambda word: nn.MoE(4, 4, 2, 1).huggingface_state_dict(word)),
     "megatron score_function": (
         ScoreFunction, lambda word: megatron.topk_routing_with_score_function(FLOAT, 1, score_function=word)
     ),
@@ -419,6 +430,9 @@ def test_public_classes_and_the_layer_have_a_docstring() -> None:
         nn.Experts,
         nn.SwiGLU,
         nn.Routing,
+        nn.RoutingRecord,
+        nn.RoutingSummary,
+        nn.activate,
         nn.grouped_linear,
     ):
         assert thing.__doc__

@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-hosts test-large lint bench aclnn gpu-check kernels ascend-check clean
+.PHONY: demo test test-hosts test-large lint bench aclnn gpu-check kernels ascend-check digests clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -55,6 +55,10 @@ kernels: $(VENV)/ready
 # The same kernels, lowered for Ascend, in an environment of their own (build/ascend).
 ascend-check: $(VENV)/ready
 	env -u TRITON_INTERPRET $(BIN)/python tools/ascend_check.py
+
+# The digests of all expected results, remade and confirmed in float64: src/moeroute/conformance/digests.json.
+digests: $(VENV)/ready
+	$(BIN)/python -m moeroute.conformance.digests $(ARGS)
 
 clean:
 	rm -rf $(VENV) out build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -273,7 +273,8 @@ def test_same_bits_catches_every_damage(subtests: pytest.Subtests, backend: Back
 def test_verify_catches_it(function: str, damage: Damage, part: int, capsys: pytest.CaptureFixture[str]) -> None:
     if (reason := dispatch.unavailable("cpu")) is not None:
         pytest.skip(reason)
-    only = {"combine": "unpermute ids", "spread": "permute map", "spread_dots": "unpermute_backward ids"}
+    size = "T=23 E=12 K=3 H=331"
+    only = {"combine": f"unpermute {size} ids", "spread": f"permute {size} map", "spread_dots": f"backward {size} ids"}
     name = only.get(function, function.removeprefix("plan_").removesuffix("_backward"))
     with broken("cpu", function, damage, part):
         assert cli.main(["verify", "--backend", "cpu", "--only", name]) == 1

@@ -43,7 +43,9 @@ except ModuleNotFoundError:
 from torch import Tensor
 
 import moeroute
-from moeroute import dispatch, verify
+from moeroute import dispatch
+from moeroute.conformance import verification
+from moeroute.conformance.case import moved
 from moeroute.dispatch import Backend
 from moeroute.testing import assert_close_to_exact, assert_same_bits
 
@@ -140,7 +142,8 @@ def route(setting: Setting, hidden: int, seed: int = 0) -> Route:
 def part_of_bits(device: torch.device, number: int, parts: int) -> tuple[int, list[str]]:
     """One part of `moeroute verify`, for a process of its own."""
     torch.set_num_threads(1)
-    return verify.run([("triton", device)], part=(number, parts))
+    outcomes = verification.run([("triton", device)], part=(number, parts))
+    return len(outcomes), [f"{o.place}: {o.case}: {'; '.join(o.words)}" for o in outcomes if not o.passed]
 
 
 def bits(setting: Setting) -> dict[str, Any]:
@@ -155,7 +158,7 @@ def bits(setting: Setting) -> dict[str, Any]:
         raise AssertionError(f"{len(failures)} of {count} checks differ; first: " + "; ".join(failures[:3]))
     small = route(setting, 520)
     expected = dataclasses.replace(small, logits=small.logits.cpu(), tokens=small.tokens.cpu())(setting.measure)
-    assert_same_bits(verify.to(small(), "cpu"), expected, "the path")
+    assert_same_bits(moved(tuple(small()), "cpu"), expected, "the path")
     return {"checks": count + 1, "compared with": setting.measure}
 
 

@@ -110,10 +110,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> types.ModuleType:
-    if name in ("aclnn", "expert_parallel", "interop", "nn"):
+    if name in ("aclnn", "conformance", "expert_parallel", "interop", "nn"):
         return importlib.import_module(f"moeroute.{name}")
     raise AttributeError(f"module 'moeroute' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "aclnn", "expert_parallel", "interop", "nn"})
+    return sorted({*globals(), "aclnn", "conformance", "expert_parallel", "interop", "nn"})

@@ -1,4 +1,4 @@
-"""`moeroute info | verify | bench | aclnn`."""
+"""`moeroute info | verify | cases | bench | aclnn`."""
 
 import argparse
 import importlib.metadata
@@ -15,6 +15,9 @@ import torch
 import moeroute
 from moeroute import dispatch, memory
 
+SIGNATURES = ("moeroute", "megatron", "transformer_engine", "torch_npu")
+ARITHMETIC = ("bits", "tolerance")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command `moeroute`; returns its exit status."""
@@ -28,12 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     info.add_argument("--warm", action="store_true", help="compile every CPU kernel now, into the cache folder")
     info.set_defaults(run=_info)
 
-    verify = commands.add_parser("verify", help="compare every backend with the reference, bit by bit")
-    verify.add_argument("--backend", choices=dispatch.NAMES, help="only this one (default: all)")
-    verify.add_argument("--device", type=_device, help="only this one (default: the CPU and every accelerator)")
-    verify.add_argument("--only", default="", help="checks whose name contains this")
-    verify.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
-    verify.set_defaults(run=_verify)
+    _verify_options(commands)
+    _cases_options(commands)
 
     bench = commands.add_parser("bench", help="measure against the memory's roof and the torch composition")
     bench.add_argument("--only", default="", help="cases whose name contains this")
@@ -150,39 +149,52 @@ def _numba_rows(warm: bool) -> list[tuple[str, str]]:
     return [*rows, ("threading layer", layer), ("kernel cache", kept)]
 
 
-# ---------------------------------------------------------------------------- verify
+# ---------------------------------------------------------------------------- verify, cases
+
+
+def _verify_options(commands: Any) -> None:
+    verify = commands.add_parser("verify", help="the bits of every backend, or somebody else's functions, case by case")
+    verify.add_argument("--backend", choices=dispatch.NAMES, help="only this one (default: all)")
+    verify.add_argument("--device", type=_device, help="only this one (default: the CPU and every accelerator)")
+    verify.add_argument("--only", default="", help="checks whose name contains this")
+    verify.add_argument("--seed", type=int, default=0, help="of the inputs; others than 0 need a run of the reference")
+    verify.add_argument("--target", metavar="PACKAGE.MODULE", help="judge the functions of this module instead")
+    verify.add_argument("--signature", choices=SIGNATURES, help="whose parameters they have (default: seen from names)")
+    verify.add_argument("--arithmetic", choices=ARITHMETIC, default="bits", help="with --target (default: bits)")
+    verify.add_argument("--autograd", action="store_true", help="with --target: torch's gradients of its functions too")
+    verify.add_argument("--large", action="store_true", help="with --target: tensors of more than 2^31 elements")
+    verify.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
+    verify.add_argument("--junit", type=Path, metavar="FILE", help="write what was found as JUnit's XML")
+    verify.add_argument("--html", type=Path, metavar="FILE", help="with --target: write a report")
+    verify.set_defaults(run=_verify)
+
+
+def _cases_options(commands: Any) -> None:
+    cases = commands.add_parser("cases", help="the cases as files, for C++, CUDA and other languages")
+    cases_commands = cases.add_subparsers(dest="cases_command", required=True, metavar="command")
+    export = cases_commands.add_parser("export", help="write inputs, expected results and manifest.json")
+    export.add_argument("folder", type=Path)
+    export.add_argument("--format", choices=("npz", "safetensors", "bin"), default="npz", help="default: npz")
+    export.add_argument("--only", default="", help="cases whose name contains this")
+    compare = cases_commands.add_parser("compare", help="judge the results that were written beside the cases")
+    compare.add_argument("folder", type=Path)
+    compare.add_argument("--arithmetic", choices=ARITHMETIC, default="bits", help="default: bits")
+    compare.add_argument("--only", default="", help="cases whose name contains this")
+    compare.add_argument("--json", type=Path, metavar="FILE", help="write what was found as JSON")
+    compare.add_argument("--html", type=Path, metavar="FILE", help="write a report")
+    cases.set_defaults(run=_cases)
 
 
 def _verify(chosen: argparse.Namespace) -> int:
-    """Every operator, dtype and mode on every backend and device that can run here."""
-    from moeroute import verify
+    from moeroute.conformance import command
 
-    if verify.flushes_subnormals():
-        print(
-            "warning: denormal numbers are flushed to zero (torch.set_flush_denormal): expected results are computed "
-            "without; Triton's interpreter, and the reference on another device, may differ"
-        )
-    names = [chosen.backend] if chosen.backend else dispatch.NAMES
-    for name in names:
-        if (reason := dispatch.unavailable(name)) is not None:
-            print(f"backend {name}: not available: {reason}")
-    devices = [chosen.device] if chosen.device else [torch.device(name) for name in _devices()]
-    places = [(name, device) for device in devices for name in names if verify.can_run(name, device)]
-    if not places:
-        where = f"{', '.join(names)} on {', '.join(map(str, devices))}"
-        print(f"nothing to compare with the reference on the CPU: {where}")
-        return 1
-    count, failures = verify.run(places, chosen.only, chosen.seed)
-    if not count:
-        raise SystemExit(f"moeroute verify: no check's name contains {chosen.only!r}")
-    for failure in failures[:20]:
-        print(failure)
-    if len(failures) > 20:
-        print(f"... and {len(failures) - 20} more")
-    shown = ", ".join(name if device.type == "cpu" else f"{name} on {device}" for name, device in places)
-    verdict = f"{len(failures)} differ from the reference" if failures else "same bits as the reference"
-    print(f"{count} checks of {shown}: {verdict}")
-    return 1 if failures else 0
+    return command.verify(chosen, [torch.device(name) for name in _devices()])
+
+
+def _cases(chosen: argparse.Namespace) -> int:
+    from moeroute.conformance import command
+
+    return command.cases(chosen)
 
 
 # ---------------------------------------------------------------------------- bench

@@ -64,10 +64,11 @@ FLOORS = (
     *((f"ops.{room}.*", f"ops.{room}.op") for room in ROOMS),
     ("permutation", "ops.balance", "ops.gradient_norm", "ops.recomputed", "ops.special_experts"),
     ("",),  # the package: its names for users
-    ("expert_parallel", "nn", "testing"),
+    ("expert_parallel", "nn", "scale", "testing"),
     ("bench",),
     ("npu", "peers"),
     ("report",),
+    ("scale_report",),
     ("cli",),
     ("__main__",),
 )

@@ -1,4 +1,4 @@
-"""`moeroute info | verify | cases | bench | aclnn`."""
+"""`moeroute info | verify | cases | bench | plan | aclnn`."""
 
 import argparse
 import importlib.metadata
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import moeroute
-from moeroute import dispatch, memory
+from moeroute import dispatch, memory, scale_report
 
 SIGNATURES = ("moeroute", "megatron", "transformer_engine", "torch_npu")
 ARITHMETIC = ("bits", "tolerance")
@@ -43,6 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_argument("--npu", action="store_true", help="torch_npu's routing functions against the core verbs")
     bench.add_argument("--check", action="store_true", help="exit with 1 where a promised bound does not hold")
     bench.set_defaults(run=_bench)
+
+    plan = commands.add_parser("plan", help="expert parallelism on paper: memory, traffic, imbalance of any ranks")
+    scale_report.arguments(plan)
+    plan.set_defaults(run=_plan)
 
     aclnn = commands.add_parser("aclnn", help="the aclnn interface as a C library")
     aclnn_commands = aclnn.add_subparsers(dest="aclnn_command", required=True, metavar="command")
@@ -256,6 +260,16 @@ def _bench_npu(chosen: argparse.Namespace) -> int:
     results = npu.run(cases, chosen.seconds)
     report.print_npu(results, bench.about())
     return _missed(results, chosen.check)
+
+
+# ---------------------------------------------------------------------------- plan
+
+
+def _plan(chosen: argparse.Namespace) -> int:
+    _need("bench", "rich", "matplotlib")
+    status = scale_report.run(chosen)
+    print(f"written: {chosen.out / 'plan.json'}, {chosen.out / 'plan.png'}")
+    return status
 
 
 # ---------------------------------------------------------------------------- aclnn

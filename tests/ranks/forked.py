@@ -60,7 +60,7 @@ def run(case: Case, world: int, meet: Path, timeout: float) -> tuple[list[int], 
     return statuses, time.monotonic() - struct.unpack("d", _begun[:])[0]
 
 
-MODULES = ("exact", "faults", "wrappers")
+MODULES = ("exact", "faults", "wrappers", "paper")
 FOLDER = Path()
 
 

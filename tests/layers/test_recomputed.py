@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import moeroute
-from moeroute.nn import activate, grouped_linear
+from moeroute.nn import MoE, activate, grouped_linear
 from moeroute.ops.activations.op import ACTIVATIONS, Activation
 from moeroute.ops.recomputed import activated_linear, spread_linear
 from moeroute.testing import assert_same_bits
@@ -119,3 +119,28 @@ def test_opcheck() -> None:
     for slots in (None, leaf(PLAN.num_slots)):
         arguments = (leaf(4, 6), slots, *PLAN.tensors, leaf(3, 5, 6), sizes, leaf(3, 5), None)  # type: ignore[assignment]
         torch.library.opcheck(ops.spread_linear, arguments)
+
+
+def test_what_a_layer_keeps() -> None:
+    """The elements that autograd keeps of [R, ...], as docs/layer.md has them: each mode drops what it is to drop."""
+    hidden, intermediate, tokens = 24, 40, 50
+    rows = tokens * 2
+    wanted = {
+        None: 2 * hidden + 3 * intermediate,
+        "activation": 2 * hidden + 2 * intermediate,
+        "permute": hidden + 3 * intermediate,
+        "both": hidden + 2 * intermediate,
+    }
+    for recompute, width in wanted.items():
+        kept: dict[int, int] = {}
+
+        def keep(tensor: Tensor, kept: dict[int, int] = kept) -> Tensor:
+            if tensor.ndim == 2 and tensor.shape[0] == rows:
+                kept[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        layer = MoE(hidden, intermediate, 4, 2, recompute=recompute)  # type: ignore[arg-type]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = layer(leaf(tokens, hidden))
+        assert sum(kept.values()) == rows * width, recompute
+        output.sum().backward()

@@ -74,7 +74,7 @@ class Experts(nn.Module):
         interleaved: gate and up are the even and the odd rows of ``gate_up_proj``, as in gpt-oss, not its halves.
         bias: of both products.
         recompute: what backward computes again instead of keeping it. "activation": the activation's result [R, I],
-            for the price of storing it once more. "permute" and "both" are the layer's, which has the tokens.
+            for one more pass of it. "permute" and "both" are the layer's, which has the tokens.
         device: of the parameters.
         dtype: of the parameters.
         backend: of the activation.

@@ -3,8 +3,8 @@
     y = activated_linear(x, w, c)     grouped_linear(activate(x), w, c); keeps x and not the activation
     y = spread_linear(x, w, c)        grouped_linear(spread(x), w, c); keeps the tokens and not their copies
 
-The results and the gradients have the bits of the two steps they stand for. What is made again is one more `spread`,
-and, for the activation, a second result of the pass that computes its gradient. Differentiable to any order.
+The results and the gradients have the bits of the two steps they stand for. What is made again costs one more pass, and
+is gone before the gradient of the rows is there. Differentiable to any order.
 """
 
 from typing import Any
@@ -67,14 +67,13 @@ def _activated_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight, sizes = ctx.saved_tensors
     needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
     grad_x = grad_weight = None
-    again: Any = None
+    if needs_weight:  # first: what is made again is gone before the gradients of the rows come
+        rows = activate(x, ctx.options[0], interleaved=ctx.options[1], backend=ctx.backend)
+        grad_weight = grad_of_weight(weight, grad, rows, sizes)
+        del rows
     if needs_x:
         grad_rows = linear_of_segments(grad, weight.transpose(1, 2), sizes)
-        grad_x, again = activate_backward(grad_rows, x, *ctx.options, needs_weight, ctx.backend)
-    elif needs_weight:
-        again = activate(x, ctx.options[0], interleaved=ctx.options[1], backend=ctx.backend)
-    if needs_weight:
-        grad_weight = grad_of_weight(weight, grad, again, sizes)
+        grad_x, _ = activate_backward(grad_rows, x, *ctx.options, False, ctx.backend)
     return grad_x, grad_weight, None, grad_of_bias(grad, sizes) if needs_bias else None, None, None, None
 
 
@@ -104,14 +103,16 @@ def _spread_derivative(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     needs_x, needs_slots = ctx.needs_input_grad[:2]
     needs_weight, _, needs_bias, _ = ctx.needs_input_grad[-4:]
     grad_x = grad_slots = grad_weight = None
+    if needs_weight:  # first: what is made again is gone before the gradients of the rows come
+        rows = spread_slots(x, slot_weights, plan, ctx.backend)
+        grad_weight = grad_of_weight(weight, grad, rows, sizes)
+        del rows
     if needs_x or needs_slots:
         grad_rows = linear_of_segments(grad, weight.transpose(1, 2), sizes)
         if needs_x:
             grad_x = combine_slots(grad_rows, slot_weights, plan, ctx.backend)
         if needs_slots:
             grad_slots = row_dots_slots(grad_rows, x, plan, slot_weights.dtype, ctx.backend)
-    if needs_weight:
-        grad_weight = grad_of_weight(weight, grad, spread_slots(x, slot_weights, plan, ctx.backend), sizes)
     grad_bias = grad_of_bias(grad, sizes) if needs_bias else None
     return grad_x, grad_slots, None, grad_weight, None, grad_bias, None
 

@@ -16,7 +16,7 @@ from moeroute.conformance.gating_cases import DTYPES, short
 from moeroute.conformance.generator import Stream
 
 Options = dict[str, Any]
-SIZES = (21, 6, 2, 72)  # tokens, experts, slots of a token, hidden size
+SIZES = (21, 8, 3, 72)  # tokens, experts, slots of a token, hidden size
 MODULES = {name: f"moeroute.interop.{name}" for name in ("megatron", "transformer_engine", "torch_npu")}
 # Arguments that only this package's functions have: they are left out for a host.
 OURS_ONLY = frozenset({"generation"})
@@ -70,7 +70,7 @@ def _megatron(dtype: torch.dtype) -> Iterator[Case]:
         return {**found, "probs": _probs(draw), "routing_map": _map(draw)} if probs else found
 
     def chunks(draw: Stream) -> Options:
-        sizes = torch.tensor([5, 0, 9, 7, 11, 10])
+        sizes = torch.tensor([5, 0, 9, 7, 22, 20])
         order = draw.permutation("order", 6)
         return {"input": _tokens(dtype, draw, True), "split_sizes": sizes, "sorted_idxs": order}
 
@@ -105,7 +105,7 @@ def _transformer_engine(dtype: torch.dtype) -> Iterator[Case]:
         return {**permute(draw), "probs": _probs(draw)}
 
     def chunks(draw: Stream) -> Options:
-        sizes = torch.tensor([5, 0, 9, 7, 11, 10])
+        sizes = torch.tensor([5, 0, 9, 7, 22, 20])
         order = draw.permutation("order", 6)
         return {"inp": _tokens(dtype, draw, True), "split_sizes": sizes, "sorted_index": order}
 

@@ -115,6 +115,8 @@ def of_copies(scene: Scene, plan: RoutingPlan, source: Tensor, actual: Tensor, r
             what = "is zero"
         elif actual.is_floating_point() and bool(actual[row].isnan().all()):
             what = "is all NaN (never written?)"
+        elif padding:
+            what = f"begins with {actual[row].flatten()[0].item()!r}"
         else:
             count = int(different(actual[row], right[row]).sum())
             what = f"differs in {count} of {right.shape[1]} elements{_by(actual[row], right[row])}"

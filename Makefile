@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-hosts test-large lint bench aclnn gpu-check kernels ascend-check digests clean
+.PHONY: demo test test-hosts test-large lint docs dist matrix torture bench aclnn gpu-check kernels ascend-check digests clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,26 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+$(VENV)/docs: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
+# The site, into build/site; a warning is an error. `make docs ARGS=serve` shows it while it is written.
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(or $(ARGS),build --strict --quiet)
+
+# Wheel and source distribution into dist, each installed into an environment of its own and tried.
+dist: $(VENV)/ready
+	$(BIN)/python tools/dist.py $(ARGS)
+
+# The short suite on other versions of Python and torch, into docs/versions.md.
+matrix: $(VENV)/ready
+	$(BIN)/python tools/matrix.py $(ARGS)
+
+# Ten minutes of calls that want to break something, into docs/reliability.md.
+torture: $(VENV)/ready
+	$(BIN)/python tools/torture.py $(ARGS)
 
 bench: $(VENV)/ready
 	$(BIN)/moeroute bench $(ARGS)

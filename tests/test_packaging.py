@@ -62,7 +62,8 @@ def test_source_distribution_is_complete(built: Distributions) -> None:
         files = files_under(ROOT / folder)
         assert files
         assert files <= built.sdist, f"missing: {sorted(files - built.sdist)}"
-    top = {"README.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "constraints.txt", "pyproject.toml"}
+    top = {"README.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "constraints.txt", "pyproject.toml", "mkdocs.yml"}
+    top |= {"CHANGELOG.md", "SECURITY.md", "CITATION.cff"}
     assert top <= built.sdist, f"missing: {sorted(top - built.sdist)}"
     assert not [name for name in built.sdist if name.endswith(".pyc")]
 

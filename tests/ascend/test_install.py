@@ -127,8 +127,39 @@ def test_the_names_of_a_serving_framework(installed: Any) -> None:
     wanted = installed.npu_moe_gating_top_k(x, 2, group_select_mode=1, norm_type=1, bias=torch.zeros(8))
     assert torch.equal(y, wanted[0])
     assert torch.equal(ids, wanted[1])
+    options |= {"norm_type": 2, "routed_scaling_factor": 2.5, "bias": None}
+    y, ids, _ = torch.ops._C_ascend.moe_gating_top_k_hash(
+        x, k=2, **options, eps=1e-20, input_ids=torch.tensor([1, 0, 1, 1]), tid2eid=torch.tensor([[3, 1], [0, 2]])
+    )
+    assert ids.tolist() == [[0, 2], [3, 1], [0, 2], [0, 2]]
     routed = torch.ops._C_ascend.npu_moe_init_routing_custom(x, ids, expert_num=8, quant_mode=-1)
     assert torch.equal(routed[0], installed.npu_moe_init_routing_v2(x, ids, expert_num=8)[0])
+
+
+@pytest.mark.parametrize("limit", [None, 0.0, 0.75])
+def test_the_fused_products_of_a_serving_framework(installed: Any, limit: float | None) -> None:
+    x, weight = (torch.randint(-9, 9, shape, dtype=torch.int8) for shape in ((5, 6), (2, 6, 8)))
+    scale, x_scale = torch.rand(2, 8) / 20, torch.rand(5)
+    ends = torch.tensor([2, 5])
+    operators = torch.ops._C_ascend
+    options = {} if limit is None else {"swiglu_limit": limit}
+    one = operators.grouped_matmul_swiglu_quant_weight_nz(x, weight, scale, x_scale, ends, **options)
+    many = operators.grouped_matmul_swiglu_quant_weight_nz_tensor_list(
+        x, list(weight), list(scale), x_scale, ends, **options
+    )
+    two = operators.grouped_matmul_swiglu_quant_v2(
+        x, [weight], [scale], x_scale, ends.diff(prepend=ends.new_zeros(1)), group_list_type=1, **options
+    )
+    assert (len(one), len(many), len(two)) == (3, 3, 2)
+    product = torch.cat([x[:2].float() @ weight[0].float() * scale[0], x[2:].float() @ weight[1].float() * scale[1]])
+    gate, linear = (product * x_scale[:, None]).chunk(2, 1)
+    if limit:
+        gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+    wanted = torch.nn.functional.silu(gate) * linear
+    for rows, scales, *_ in (one, many, two):
+        torch.testing.assert_close(rows * scales[:, None], wanted, rtol=0, atol=wanted.abs().max().item() / 200)
+    with pytest.raises(NotImplementedError, match="bias=a tensor is not available"):
+        operators.grouped_matmul_swiglu_quant_weight_nz(x, weight, scale, x_scale, ends, bias=scale)
 
 
 # ---------------------------------------------------------------------------- torch.npu
@@ -241,6 +272,13 @@ def test_devices_named_npu_are_the_cpu(with_devices: Any) -> None:
     assert x.to("npu").device.type == x.to(device=torch.device("npu:0")).device.type == "cpu"
     assert torch.nn.Linear(2, 2, device="npu").to("npu").weight.device.type == "cpu"
     assert torch.tensor([1], device=torch.device("npu", 0)).device.type == "cpu"
+    number = with_devices.npu.current_device()
+    assert torch.tensor([1], device=number).device.type == x.new_ones(2, device=number).device.type == "cpu"
+    assert (
+        x.to(number).device.type == x.to(number, torch.float64).device.type == x.to(device=number).device.type == "cpu"
+    )
+    assert torch.nn.Linear(2, 2, device=number).to(number).weight.device.type == "cpu"
+    assert x.to(torch.device(number)).device.type == "cpu"
     generator = torch.Generator(device="npu").manual_seed(3)
     assert isinstance(generator, torch.Generator)
     assert isinstance(torch.default_generator, torch.Generator)

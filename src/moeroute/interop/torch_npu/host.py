@@ -247,15 +247,26 @@ def here(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) and value.type == "npu" else value
 
 
+def _numbered(value: Any) -> Any:
+    """The CPU for the number of a device, as `torch.npu.current_device()` is, that torch takes for an NPU's."""
+    return "cpu" if type(value) is int and torch.device(value).type == "npu" else value
+
+
 class OnThisDevice(TorchFunctionMode):
-    """Devices named "npu" are the CPU, in every call of torch in this thread."""
+    """Devices named "npu", and those given by a number, are the CPU, in every call of torch in this thread."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _SPEAKS_IN_LETTERS:
             return func(*args, **(kwargs or {}))
-        return func(*map(here, args), **{name: here(value) for name, value in (kwargs or {}).items()})
+        args = tuple(map(here, args))
+        kwargs = {name: here(value) for name, value in (kwargs or {}).items()}
+        if "device" in kwargs:
+            kwargs["device"] = _numbered(kwargs["device"])
+        if func is torch.Tensor.to and len(args) > 1:
+            args = (args[0], _numbered(args[1]), *args[2:])
+        return func(*args, **kwargs)
 
 
 class _Generators(type):

@@ -56,7 +56,7 @@ def npu_grouped_matmul_swiglu_quant(
         if value is not None:
             raise unavailable(function, name, "a tensor")
     check.shaped(function, "weight", weight, (None, None, None))
-    rows, scale = _swiglu_quantised(function, x, [weight], [weight_scale], x_scale, group_list, ENDS, torch.int8, None)
+    rows, scale = swiglu_quantised(function, x, [weight], [weight_scale], x_scale, group_list, ENDS, torch.int8, None)
     return rows, scale, scale.new_zeros(())
 
 
@@ -133,12 +133,12 @@ def npu_grouped_matmul_swiglu_quant_v2(
         raise refused(function, "quant_dtype", "int8, float8_e5m2 or float8_e4m3fn", quant_dtype)
     (x,) = carried(function, "x_dtype", [x], x_dtype)
     weight = carried(function, "weight_dtype", tensors_of(function, "weight", weight), weight_dtype)
-    return _swiglu_quantised(
-        function, x, weight, weight_scale, x_scale, group_list, group_list_type, dtype, smooth_scale, blocks
+    return swiglu_quantised(
+        function, x, weight, weight_scale, x_scale, group_list, group_list_type, dtype, smooth_scale, blocks=blocks
     )
 
 
-def _swiglu_quantised(
+def swiglu_quantised(
     function: str,
     x: Tensor,
     weight: list[Tensor],
@@ -148,14 +148,18 @@ def _swiglu_quantised(
     list_type: int,
     dtype: torch.dtype,
     smooth: Tensor | None,
+    limit: float = 0.0,
     blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """Rows and scales of both functions; a limit above 0 cuts the gate from above and the linear half on both sides."""
     values, found, num_groups = _product(
         function, x, weight, weight_scale, x_scale, group_list, list_type, _SWIGLU_NAMES, blocks=blocks
     )
     if values.shape[1] % 2:
         raise check.wrong_shape(function, "weight", "[E, K, 2 n]", weight[0])
     left, right = values.chunk(2, 1)
+    if limit > 0:
+        left, right = left.clamp(max=limit), right.clamp(-limit, limit)
     if blocks:
         if dtype is torch.int8:
             raise refused(function, "quant_dtype", "float8_e5m2 or float8_e4m3fn with blocks of 32", dtype)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moeroute.interop.torch_npu.arguments import FUNCTIONS
+from moeroute.interop.torch_npu.arguments import FUNCTIONS, unavailable
 from moeroute.interop.torch_npu.gating import npu_moe_gating_top_k
+from moeroute.interop.torch_npu.groups import ENDS
+from moeroute.interop.torch_npu.quantized_products import npu_grouped_matmul_swiglu_quant_v2, swiglu_quantised
 from moeroute.ops.register import publish
 
 _PLAIN = {Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str"}
@@ -103,10 +105,90 @@ def _moe_gating_top_k(
     )
 
 
+def _grouped_matmul_swiglu_quant_weight_nz_tensor_list(
+    x: Tensor,
+    weight: list[Tensor],
+    weight_scale: list[Tensor],
+    x_scale: Tensor,
+    group_list: Tensor,
+    *,
+    bias: Tensor | None = None,
+    offset: Tensor | None = None,
+    swiglu_limit: float = -1000000.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`npu_grouped_matmul_swiglu_quant` of weights in a list, with a limit for the halves of SwiGLU."""
+    function = "grouped_matmul_swiglu_quant_weight_nz"
+    for name, value in (("bias", bias), ("offset", offset)):
+        if value is not None:
+            raise unavailable(function, name, "a tensor")
+    with torch.no_grad():
+        rows, scale = swiglu_quantised(
+            function, x, weight, weight_scale, x_scale, group_list, ENDS, torch.int8, None, swiglu_limit
+        )
+    return rows, scale, scale.new_zeros(())
+
+
+def _grouped_matmul_swiglu_quant_weight_nz(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor,
+    group_list: Tensor,
+    *,
+    bias: Tensor | None = None,
+    offset: Tensor | None = None,
+    swiglu_limit: float = -1000000.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of one weight [E, K, 2 n]."""
+    return _grouped_matmul_swiglu_quant_weight_nz_tensor_list(
+        x, [weight], [weight_scale], x_scale, group_list, bias=bias, offset=offset, swiglu_limit=swiglu_limit
+    )
+
+
+def _grouped_matmul_swiglu_quant_v2(
+    x: Tensor,
+    weight: list[Tensor],
+    weight_scale: list[Tensor],
+    x_scale: Tensor,
+    group_list: Tensor,
+    *,
+    smooth_scale: Tensor | None = None,
+    weight_assist_matrix: list[Tensor] | None = None,
+    dequant_mode: int = 0,
+    quant_mode: int = 0,
+    group_list_type: int = 0,
+    swiglu_limit: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """`npu_grouped_matmul_swiglu_quant_v2` to int8, with a limit for the halves of SwiGLU."""
+    if swiglu_limit <= 0 or weight_assist_matrix is not None or dequant_mode or quant_mode:
+        return npu_grouped_matmul_swiglu_quant_v2(
+            x,
+            weight,
+            weight_scale,
+            x_scale,
+            group_list,
+            smooth_scale=smooth_scale,
+            weight_assist_matrix=weight_assist_matrix,
+            dequant_mode=dequant_mode,
+            quant_mode=quant_mode,
+            group_list_type=group_list_type,
+        )
+    function = "grouped_matmul_swiglu_quant_v2"
+    options = (group_list, group_list_type, torch.int8, smooth_scale, swiglu_limit)
+    with torch.no_grad():
+        return swiglu_quantised(function, x, weight, weight_scale, x_scale, *options)
+
+
+_OWN = (
+    _moe_gating_top_k,
+    _grouped_matmul_swiglu_quant_v2,
+    _grouped_matmul_swiglu_quant_weight_nz,
+    _grouped_matmul_swiglu_quant_weight_nz_tensor_list,
+)
 _ALIASES = {
+    "moe_gating_top_k_hash": "npu_moe_gating_top_k",
     "npu_moe_init_routing_custom": "npu_moe_init_routing_v2",
     "npu_dequant_swiglu_quant": "npu_dequant_swiglu_quant",
-    "grouped_matmul_swiglu_quant_v2": "npu_grouped_matmul_swiglu_quant_v2",
 }
 
 
@@ -115,8 +197,9 @@ def publish_all() -> None:
     for function in FUNCTIONS.values():
         for schema in schemas_of(function).values():
             publish("npu", schema, function)
-    (schema,) = schemas_of(_moe_gating_top_k).values()
-    publish("_C_ascend", schema.removeprefix("_"), _moe_gating_top_k)
+    for function in _OWN:
+        (schema,) = schemas_of(function).values()
+        publish("_C_ascend", schema.removeprefix("_"), function)
     for alias, name in _ALIASES.items():
         schema = schemas_of(FUNCTIONS[name])[""]
         publish("_C_ascend", schema.replace(name, alias, 1), FUNCTIONS[name])

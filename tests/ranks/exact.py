@@ -47,7 +47,8 @@ BATCHES = [
     Batch((9, 12, 4, 8), forced="one"),
     Batch((9, 12, 4, 8), experts=9, forced="drawn"),
     Batch((64, 80, 64, 70), shared=True),
-    Batch((11, 13, 0, 5), masked=True),
+    Batch((3, 70, 1, 20), shared=True, masked=True),
+    Batch((11, 13, 0, 5), masked=True, shared=True),
     Batch((21, 13, 8, 5), options=(("score", "sigmoid"), ("expert_bias", True), ("num_groups", 2), ("topk_groups", 1))),
 ]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moeroute import check
@@ -15,6 +16,7 @@ from moeroute.nn.checks import INITIAL_STD, check_backend, check_dtype, check_fa
 from moeroute.ops.activations.op import ACTIVATIONS, Activation, activate
 from moeroute.ops.experts import by_ends, check_sizes, grouped_linear
 from moeroute.ops.recomputed import activated_linear, spread_linear
+from moeroute.ops.router_product import BLOCK
 from moeroute.plan import RoutingPlan
 
 Recompute = Literal["activation", "permute", "both"]
@@ -33,7 +35,10 @@ def check_experts(operator: str, activation: Activation, interleaved: bool, bias
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)), the dense MLP of the experts' kind; for the shared expert."""
+    """down(silu(gate(x)) * up(x)), the dense MLP of the experts' kind; for the shared expert.
+
+    Fewer than 64 tokens are multiplied together with zeros, so that a token's bits do not depend on its batch.
+    """
 
     def __init__(
         self,
@@ -59,8 +64,12 @@ class SwiGLU(nn.Module):
             weight = self.gate_up_proj.weight
             check_tokens("nn.SwiGLU", "x", x, "[..., H]", weight)
             check_dtype("nn.SwiGLU", "x", x, weight)
-        result: Tensor = self.down_proj(activate(self.gate_up_proj(x)))
-        return result
+        rows = x.reshape(-1, x.shape[-1])
+        count = rows.shape[0]
+        if 0 < count < BLOCK:  # products of few rows give a row other bits
+            rows = F.pad(rows, (0, 0, 0, BLOCK - count))
+        result: Tensor = self.down_proj(activate(self.gate_up_proj(rows)))
+        return result[:count].reshape(*x.shape[:-1], result.shape[-1])
 
 
 class Experts(nn.Module):

@@ -5,8 +5,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 WORLDS = (2, 1, 3, 4)  # what two ranks save is loaded by one and by three
@@ -32,3 +34,13 @@ def test_ranks(world: int, lines: list[str]) -> None:
     mine = [line for line in lines if re.match(rf"(right|wrong): W={world},", line)]
     assert mine
     assert [line for line in mine if line.startswith("wrong")] == [], "\n".join(lines)
+
+
+def test_the_page_s_example() -> None:
+    page = (HERE.parents[1] / "docs" / "expert_parallel.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    former = torch.get_num_threads()
+    names: dict[str, Any] = {}
+    exec(block, names)
+    torch.set_num_threads(former)
+    assert names["loss"] > 0

@@ -453,8 +453,9 @@ class ExpertParallel(ParallelStyle):
         operator = "expert_parallel.ExpertParallel"
         parameters = dict(module.named_parameters(recurse=False))
         sizes = {parameter.shape[0] if parameter.ndim else 0 for parameter in parameters.values()}
-        if len(sizes) != 1 or next(module.children(), None) is not None:
-            wanted = "a module like moeroute.nn.Experts, whose parameters are all [E, ...]"
+        stacked = any(parameter.ndim == 3 for parameter in parameters.values())
+        if len(sizes) != 1 or not stacked or next(module.children(), None) is not None:
+            wanted = "a module like moeroute.nn.Experts, whose parameters are all [E, ...], weights [E, O, I]"
             raise check.wrong_value(operator, "module", wanted, type(module).__name__)
         if getattr(module, "exchange", None) is not None:
             raise check.wrong_value(operator, "module", "one that is not parallel yet", type(module).__name__)

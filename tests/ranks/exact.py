@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from moeroute import expert_parallel, permute, plan_from_segments
 from moeroute.expert_parallel import ExpertParallel, expert_parameters, owned_experts
 from moeroute.nn import MoE, SwiGLU
+from moeroute.ops import exchange
 
 H, WIDTH = 32, 24
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
@@ -136,6 +139,71 @@ def without_overlap(world: int, rank: int) -> None:
     compare(BATCHES[8], world, rank, overlap=False)
 
 
+def without_tags(world: int, rank: int) -> None:
+    """The collectives that NCCL gets, over gloo."""
+
+    def untagged(group: Any) -> exchange.Wire:
+        return replace(real(group), tagged=False)
+
+    real = exchange.wire_of
+    exchange.wire_of = expert_parallel.wire_of = untagged  # type: ignore[attr-defined]
+    for batch in BATCHES[:6]:
+        compare(batch, world, rank)
+    exchange.wire_of = expert_parallel.wire_of = real  # type: ignore[attr-defined]
+
+
+def small_and_large_pieces(world: int, rank: int) -> None:
+    """Rows are copied one by one below some size, and in pieces above it: the same order, that of plan_from_segments."""
+    for width in (1, 4096):
+        torch.manual_seed(0)
+        counts = torch.randint(0, 4, (world, 5))
+        rows = torch.arange(float(counts.sum()))[:, None].repeat(1, width).split(counts.sum(1).tolist())
+        mine = expert_parallel.ExpertExchange(None, 5)
+        received, numbers, handle = mine.dispatch(rows[rank], counts[rank])
+        owned = owned_experts(5, world, rank)
+        lengths = counts[:, owned.start : owned.stop]
+        arrived = torch.cat(
+            [part.split(counts[source].tolist())[expert] for source, part in enumerate(rows) for expert in owned]
+            + [rows[0][:0]]
+        )
+        if len(owned):
+            plan = plan_from_segments(lengths, len(arrived))
+            same(received, permute(arrived, plan))
+            assert plan.tokens_per_expert is not None
+            same(numbers, plan.tokens_per_expert)
+        same(mine.combine(received, handle), rows[rank])
+
+
+def bad_input(world: int, rank: int) -> None:
+    """What is refused without a word to the other ranks."""
+    create: Any = expert_parallel.ExpertExchange
+    for arguments, message in (
+        ((None, 0), "num_experts must be in 1"),
+        ((None, 2.0), "num_experts must be an int; got float"),
+        (("ep", 4), "group must be a ProcessGroup, a DeviceMesh or None; got str"),
+        ((init_device_mesh("cpu", (world, 1), mesh_dim_names=("a", "b")), 4), "a DeviceMesh of one dimension, as mesh"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            create(*arguments)
+    others = dist.new_group([0])
+    if rank:
+        with pytest.raises(ValueError, match="group must be one that this process is in; got another"):
+            create(others, 4)
+    mine = create(None, 4)
+    received, _, handle = mine.dispatch(torch.ones(4, 2), [1] * 4)
+    with pytest.raises(ValueError, match=r"combine: rows must be \[R', H\] with R' = "):
+        mine.combine(torch.cat([received, received, torch.ones(1, 2)]), handle)
+    with pytest.raises(TypeError, match="combine: handle must be what dispatch returned; got int"):
+        mine.combine(received, 3)
+    style: Any = expert_parallel.ExpertParallel
+    mesh = init_device_mesh("cpu", (world,))
+    with pytest.raises(ValueError, match=r"module must be a module like moeroute\.nn\.Experts"):
+        parallelize_module(torch.nn.Sequential(torch.nn.Linear(2, 3)), mesh, {"0": style()})
+    layer = parallel(MoE(4, 4, 4, 1, score="softmax"), mesh)
+    with pytest.raises(ValueError, match="module must be one that is not parallel yet; got Experts"):
+        parallelize_module(layer, mesh, {"experts": style()})
+
+
 def warm() -> None:
     """Compiles the kernels, or loads them."""
     torch.set_num_threads(1)
@@ -144,4 +212,4 @@ def warm() -> None:
 
 
 def cases(world: int) -> list[Callable[[int, int], None]]:
-    return [every_bit, without_overlap]
+    return [every_bit, without_overlap, without_tags, small_and_large_pieces, bad_input]

@@ -396,12 +396,16 @@ def _taken(source: Tensor, pieces: Pieces, out: Tensor | None = None) -> Tensor:
     if out is None:
         total = sum(length for _, length in pieces)
         out = memory.empty((total, *source.shape[1:]), source.dtype, source.device)
+    if not pieces:
+        return out
     if _small(source, pieces):
         return torch.index_select(source, 0, _index(source, pieces), out=out)
     return torch.cat([source[first : first + length] for first, length in pieces], out=out)
 
 
 def _put(out: Tensor, pieces: Pieces, rows: Tensor) -> None:
+    if not pieces:
+        return
     if _small(out, pieces):
         out.index_copy_(0, _index(out, pieces), rows)
         return

@@ -17,7 +17,8 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.testing._internal.optests.generate_tests import OpCheckError
 
 import moeroute
-from moeroute import cli, dispatch, memory, testing
+from moeroute import cli, dispatch, memory
+from moeroute.conformance import measured
 from moeroute.dispatch import Backend
 from moeroute.ops.activations.op import activate, activate_backward
 from moeroute.testing import TOLERANCES, assert_close_to_exact, assert_same_bits
@@ -131,7 +132,7 @@ def every_break(backend: Backend, function: str, call: Callable[[], Any]) -> Ite
 
 # ---------------------------------------------------------------------------- the case table
 
-TINY = {case.tiny().name: case.tiny() for case in testing.CASES}
+TINY = {case.tiny().name: case.tiny() for case in measured.CASES}
 FUNCTION = {
     "combine": "combine",
     "spread": "spread",
@@ -152,7 +153,7 @@ TO_THE_BIT = ("spread", "spread_quantized", "plan_from_expert_ids", "dense_weigh
 
 @pytest.mark.parametrize("name", TINY)
 def test_cases_pass_where_nothing_is_broken(backend: Backend, name: str) -> None:
-    problem = testing.problem(TINY[name])
+    problem = measured.problem(TINY[name])
     ours = problem.ours(backend)
     problem.compare(ours, problem.composition())
     assert_same_bits(ours, problem.ours("reference"))
@@ -161,7 +162,7 @@ def test_cases_pass_where_nothing_is_broken(backend: Backend, name: str) -> None
 @pytest.mark.parametrize("name", TINY)
 def test_cases_catch_every_damage(subtests: pytest.Subtests, backend: Backend, name: str) -> None:
     case = TINY[name]
-    problem = testing.problem(case)
+    problem = measured.problem(case)
     expected, composition = problem.ours("reference"), problem.composition()
     kinds = set()
     for damage, actual in every_break(backend, FUNCTION[case.operator], lambda: problem.ours(backend)):

@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeroute import memory, report, testing
+from moeroute import memory, report
+from moeroute.conformance import measured
 from moeroute.nn import MoE
 
 pytest.importorskip("rich")
@@ -454,7 +455,7 @@ def test_words_follow_the_hashes() -> None:
 
 def test_speed_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """The bars are those of the benchmark's lines, and its cases exist."""
-    assert set(speed.CASES) <= {case.name for case in testing.CASES}
+    assert set(speed.CASES) <= {case.name for case in measured.CASES}
     lines = [{"case": name, "ours_s": 2e-3, "times": 3.25} for name in reversed(speed.CASES)]
     lines[0]["roof"] = 0.875
     monkeypatch.setattr(speed, "reports", lambda what, module, mode, *rest: lines if mode == "called" else [])

@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from moeroute import memory, testing
+from moeroute import memory
+from moeroute.conformance import measured
 
 MODES = ("called", "tuned", "kernel")
 SETTLE_SECONDS = 0.01
@@ -76,9 +77,9 @@ def take_turns(sides: Sequence[Callable[[], Any]], seconds: float) -> list[float
     return [statistics.median(reading) for reading in readings]
 
 
-def measure(case: testing.Case, mode: str, seconds: float) -> dict[str, Any]:
+def measure(case: measured.Measured, mode: str, seconds: float) -> dict[str, Any]:
     """Check one case, then time it."""
-    problem = testing.problem(case)
+    problem = measured.problem(case)
     problem.compare(problem.ours(None), problem.composition())
     sides: list[Callable[[], Any]] = [lambda: problem.ours(None), problem.composition]
     if problem.bytes:
@@ -121,8 +122,8 @@ def extra_memory() -> dict[str, Any] | None:
     """What permute and unpermute, forward and backward, hold besides inputs, outputs and gradients."""
     import moeroute
 
-    case = testing.Case("combine", torch.bfloat16, {"T": 1024, "K": 8, "H": 7168})
-    inputs = testing.make_inputs(case)
+    case = measured.Measured("combine", torch.bfloat16, {"T": 1024, "K": 8, "H": 7168})
+    inputs = measured.make_inputs(case)
     plan = inputs["plan"]
     tokens, weights = inputs["tokens"].requires_grad_(), inputs["weights"].requires_grad_()
     seed = torch.ones_like(tokens)
@@ -165,7 +166,7 @@ def worker(mode: str, names: Sequence[str], seconds: float) -> None:
     """Measure in this process and print JSON lines; started by `run`."""
     if mode == "kernel" and not keep_pages():
         return
-    for case in testing.CASES:
+    for case in measured.CASES:
         if case.name in names:
             _tell(measure(case, mode, seconds))
     if mode == "called" and "memory" in names:
@@ -224,7 +225,7 @@ def run(names: Sequence[str], seconds: float, report: Callable[[str, int], None]
 class Summary:
     """One case, all ways to measure; `missed` names the bounds that do not hold."""
 
-    case: testing.Case
+    case: measured.Measured
     by_mode: dict[str, dict[str, Any]]
 
     @property
@@ -242,7 +243,7 @@ def summarise(lines: Sequence[dict[str, Any]]) -> list[Summary]:
     """The lines of each case, by mode, in the order of the case table."""
     return [
         Summary(case, {line["mode"]: line for line in lines if line["case"] == case.name})
-        for case in testing.CASES
+        for case in measured.CASES
         if any(line["case"] == case.name for line in lines)
     ]
 

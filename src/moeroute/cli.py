@@ -206,7 +206,8 @@ def _cases(chosen: argparse.Namespace) -> int:
 
 def _bench(chosen: argparse.Namespace) -> int:
     _need("bench", "rich", "matplotlib")
-    from moeroute import bench, report, testing
+    from moeroute import bench, report
+    from moeroute.conformance import measured
 
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
@@ -214,7 +215,7 @@ def _bench(chosen: argparse.Namespace) -> int:
         return _bench_peers(chosen)
     if chosen.npu:
         return _bench_npu(chosen)
-    names = [case.name for case in testing.CASES if chosen.only in case.name]
+    names = [case.name for case in measured.CASES if chosen.only in case.name]
     if chosen.only in "memory":
         names.append("memory")
     if not names:

@@ -1,6 +1,6 @@
 """The table of cases: every operator, mode, dtype and edge, once, for tests, `moeroute verify` and the judge.
 
-    gating_cases, plan_cases, row_cases, activation_cases, peer_cases -> cases()
+    gating_cases, plan_cases, row_cases, activation_cases, peer_cases, measured -> cases()
 
 A name is unique and never changes its meaning: digests go by it. New cases get new names.
 """
@@ -10,6 +10,7 @@ from functools import cache
 from moeroute.conformance.activation_cases import activation_cases
 from moeroute.conformance.case import Case
 from moeroute.conformance.gating_cases import gating_cases
+from moeroute.conformance.measured import small_cases
 from moeroute.conformance.peer_cases import peer_cases
 from moeroute.conformance.plan_cases import plan_cases
 from moeroute.conformance.row_cases import row_cases, row_edges
@@ -28,6 +29,7 @@ def cases() -> tuple[Case, ...]:
         *activation_cases(7, 75),
         *activation_cases(5, 128),
         *peer_cases(),
+        *small_cases(),
     )
     names = [case.name for case in found]
     if len(set(names)) != len(names):

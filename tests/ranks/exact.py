@@ -174,6 +174,32 @@ def small_and_large_pieces(world: int, rank: int) -> None:
         same(mine.combine(received, handle), rows[rank])
 
 
+def built_on_meta(world: int, rank: int) -> None:
+    """Sharded before there are weights; then filled, copied, and brought to another dtype."""
+    layer, xs, *_ = make(BATCHES[0], world)
+    ours = MoE(H, WIDTH, 8, 2, device="meta")
+    parallelize_module(ours, init_device_mesh("cpu", (world,)), {"experts": ExpertParallel(ours)})
+    ours.to_empty(device="cpu")
+    owned = owned_experts(8, world, rank)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            whole = layer.get_parameter(name)
+            if isinstance(parameter, DTensor):
+                parameter.to_local().copy_(whole[owned.start : owned.stop])
+            else:
+                parameter.copy_(whole)
+    same(ours(xs[rank]), layer(torch.cat(xs)).split(BATCHES[0].tokens[:world])[rank])
+    copied = copy.deepcopy(ours)
+    same(copied(xs[rank]), ours(xs[rank]))
+    assert copied.experts.forward.args[0] is copied.experts  # type: ignore[attr-defined]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ours(xs[rank]).dtype is torch.bfloat16
+    same(
+        ours.bfloat16()(xs[rank].bfloat16()),
+        layer.bfloat16()(torch.cat(xs).bfloat16()).split(BATCHES[0].tokens[:world])[rank],
+    )
+
+
 def bad_input(world: int, rank: int) -> None:
     """What is refused without a word to the other ranks."""
     create: Any = expert_parallel.ExpertExchange
@@ -212,4 +238,4 @@ def warm() -> None:
 
 
 def cases(world: int) -> list[Callable[[int, int], None]]:
-    return [every_bit, without_overlap, without_tags, small_and_large_pieces, bad_input]
+    return [every_bit, without_overlap, without_tags, small_and_large_pieces, built_on_meta, bad_input]

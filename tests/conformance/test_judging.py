@@ -15,7 +15,7 @@ from torch import Tensor
 import broken_kernels as broken
 import moeroute
 from moeroute import cli
-from moeroute.conformance import Judgement, cases, judge, pages, tables, targets
+from moeroute.conformance import Judgement, cases, judge, large, pages, tables, targets
 from moeroute.interop import megatron, transformer_engine
 
 ROWS = "T=23 E=12 K=3 H=331 ids"
@@ -166,6 +166,26 @@ def test_tolerance_forgives_rounding_only() -> None:
     assert forgiven.passed, words_of(forgiven)
     assert any(verdict.worst_ulps for verdict in forgiven.verdicts)
     assert not judge(unpermute=broken.ignored_minus_one, only=only, arithmetic="tolerance", far=False).passed
+
+
+def test_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a small size; the words at 2^31 elements are those of a row behind them."""
+    functions: dict[str, Any] = {"permute": moeroute.permute, "unpermute": moeroute.unpermute}
+    monkeypatch.setattr(large, "free_bytes", lambda device: 2**30)
+    found = judge(only="permute large", far=False, large=True, **functions)
+    assert [verdict.remarks[0][:26] for verdict in found.verdicts] == ["not run: needs 10 GiB, 1 a"] * 2
+    monkeypatch.setattr(large, "SIZES", (2500, 8, 16))
+    found = judge(only="permute large", far=False, large=True, **functions)
+    assert [verdict.passed for verdict in found.verdicts] == [True, True]
+    assert not found.verdicts[0].remarks
+
+    def permute(tokens: Tensor, token_of_row: Tensor) -> Tensor:
+        rows = broken.permute(tokens, token_of_row)
+        rows[-5000:] = rows[:5000]
+        return rows
+
+    (verdict,) = judge(permute=permute, only="permute large", far=False, large=True).failed
+    assert verdict.words == ["below 2^31 elements: row 15000 is wrong, at element 240000"]
 
 
 # ---------------------------------------------------------------------------- errors

@@ -132,7 +132,7 @@ def judge(
         autograd: judge torch's gradients of `permute` and `unpermute` too.
         far: rows that lie more than 2^31 elements apart, in memory that is hardly there; on the CPU only. A function
             that refuses strided rows is not asked.
-        large: real tensors of more than 2^31 elements, where the memory allows: 13 GB.
+        large: real tensors of more than 2^31 elements, where the memory allows: 11 GiB are asked for.
         tell: called as cases are done, with how many of how many.
         name: what the report calls the functions.
         functions: the functions by the operators' names: `permute=f, unpermute=g`. Parameters have the names of this

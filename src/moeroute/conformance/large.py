@@ -19,6 +19,7 @@ from moeroute.conformance.words import explain
 if TYPE_CHECKING:
     from moeroute.conformance.judging import Verdict
 
+SIZES = (37_500, 8, 7168)  # tokens, slots of a token, hidden size: 2,150,400,000 elements
 APART = 2**28 + 16  # elements from row to row
 WHY = "offsets above 2^31 (kept in 32 bits?)"
 TAGS = frozenset({"large"})
@@ -65,7 +66,7 @@ def large(functions: Functions, device: torch.device) -> list["Verdict"]:
     """permute and unpermute on [R, 7168] bfloat16 with more than 2^31 elements; looked at in pieces."""
     from moeroute.conformance.judging import Finding, Verdict
 
-    num_tokens, topk, hidden = 37_500, 8, 7168
+    num_tokens, topk, hidden = SIZES
     needed = int(num_tokens * topk * hidden * 2 * 1.3) * 2
     free = free_bytes(device)
     found = []

@@ -86,6 +86,14 @@ def ddp_with_ignored_experts(world: int, rank: int) -> None:
     case.step(model)
     case.expert_gradients(case.ours)
     case.router_gradient(case.ours.router.weight.grad, world)  # DDP averages
+    case.ours.zero_grad()
+    (model(case.x) * case.upstream).sum().mul(world).backward()  # or so; then experts are divided
+    case.router_gradient(case.ours.router.weight.grad)
+    for name, weight in expert_parameters(case.ours).items():
+        expected = case.layer.get_parameter(name).grad
+        assert expected is not None
+        assert isinstance(weight.grad, DTensor)
+        close(weight.grad.to_local() / world, expected[case.owned.start : case.owned.stop], name)
 
 
 # ---------------------------------------------------------------------------- fully_shard

@@ -16,8 +16,10 @@ CANN, `moeroute.interop` the names of other libraries; each is imported when it 
 import importlib
 import types
 
+import moeroute.ops.activations.op
 import moeroute.ops.exchange
 import moeroute.ops.experts
+import moeroute.ops.recomputed
 import moeroute.ops.router_product  # noqa: F401
 from moeroute.memory import (
     empty_cache,

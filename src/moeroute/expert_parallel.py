@@ -486,8 +486,11 @@ def _forward(
         if getattr(exchange, name) is None:
             setattr(exchange, name, value)
     result: list[Tensor | None] = []
-    weights = {name: _local(parameter) for name, parameter in module._parameters.items()}
-    anchor = next((weight for weight in weights.values() if weight.requires_grad), next(iter(weights.values())))
+    weights = {
+        name: _local(parameter) for name, parameter in module._parameters.items()
+    }  # None: a bias that is not there
+    there = [weight for weight in weights.values() if weight is not None]
+    anchor = next((weight for weight in there if weight.requires_grad), there[0])
     meanwhile = None if shared is None or not overlap else lambda: result.append(shared())
     rows, counts, handle = exchange.dispatch(rows, rows_per_expert, anchor=anchor, meanwhile=meanwhile)
     local = object.__new__(type(module))

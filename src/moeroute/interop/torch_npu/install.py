@@ -132,6 +132,8 @@ def _name_devices(done: _Installed) -> None:
     """Let "npu" name a device; torch accepts the name once a process and keeps it."""
     if not _named():
         torch.utils.rename_privateuse1_backend("npu")  # type: ignore[attr-defined]
+        # It would ask a driver of the named device, which is not there; fully_shard calls it.
+        torch._C._get_accelerator = lambda check=None: torch.device("cpu")
     done.replace(torch, "Generator", host.Generator)
     done.replace(torch, "autocast", host.Autocast)
     done.replace(torch.amp, "autocast", host.Autocast)

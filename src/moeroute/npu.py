@@ -300,7 +300,8 @@ def _map_unpermute_grad(sizes: Sizes) -> Pair:
     def core() -> Any:
         experts = plan_from_routing_map(routing_map, topk=sizes.topk, num_rows=0).expert_of_slot
         plan = plan_from_row_of_slot(index, sizes.tokens, len(rows), expert_of_slot=experts)
-        return unpermute_backward(grad, rows, plan, probs)
+        grad_rows, grad_probs = unpermute_backward(grad, rows, plan, probs)
+        return grad_rows, None if grad_probs is None else grad_probs.to(grad.dtype)
 
     return Pair(
         lambda: torch_npu.npu_moe_token_unpermute_with_routing_map_grad(grad, index, index, routing_map, rows, probs),
@@ -316,7 +317,8 @@ def _map_unpermute_grad_padded(sizes: Sizes) -> Pair:
 
     def core() -> Any:
         plan = plan_from_token_ids(token_ids, sizes.tokens, rows=order, num_rows=len(index), num_experts=sizes.experts)
-        return unpermute_backward(grad, rows, plan, probs)
+        grad_rows, grad_probs = unpermute_backward(grad, rows, plan, probs)
+        return grad_rows, None if grad_probs is None else grad_probs.to(grad.dtype)
 
     return Pair(
         lambda: torch_npu.npu_moe_token_unpermute_with_routing_map_grad(

@@ -78,7 +78,7 @@ class Plan:
     Bytes of a rank, for each layer but the transient ones:
 
     - ``weights``, ``gradients``: 3 H I b for each of its experts
-    - ``saved``: R (H + 4 I) b for the experts' gradients, R (H + 2 I) b with ``recompute="activation"``, and S H b for
+    - ``saved``: R (H + 3 I) b for the experts' gradients, R (H + 2 I) b with ``recompute="activation"``, and S H b for
       the gate's
     - ``transient``: 2 max(R, S) H b, of one layer
 
@@ -105,7 +105,7 @@ class Plan:
     def saved(self) -> Counts:
         """[W] bytes that forward keeps for backward."""
         layout = self.layout
-        width = layout.hidden + (2 if layout.recompute else 4) * layout.intermediate
+        width = layout.hidden + (2 if layout.recompute else 3) * layout.intermediate
         return (self.received * width + self.sent * layout.hidden) * layout.itemsize * layout.layers
 
     @property

@@ -147,7 +147,7 @@ def one_off(value: Tensor) -> Tensor:
         flat[len(flat) // 2] = not bool(flat[len(flat) // 2]) if flat.dtype is torch.bool else flat[len(flat) // 2] + 1
         return damaged
     place = torch.where(flat.isfinite(), flat, 0).abs().argmax()
-    flat[place] = flat[place] * (1 + 3e-2) + (flat[place] == 0)
+    flat[place] = flat[place] * (1 - 3e-2) + (flat[place] == 0)  # not upwards: the largest number would overflow
     return damaged
 
 

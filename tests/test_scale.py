@@ -26,13 +26,13 @@ def test_by_hand() -> None:
     assert found.arriving.tolist() == [8, 11, 17]
     assert found.loads.tolist() == [13, 7, 5, 6, 17]
     assert found.weights.tolist() == [2 * 3 * 16 * 12 * 4 * n for n in (2, 2, 1)]
-    assert found.saved.tolist() == [2 * (r * (16 + 48) + 16 * 16) * 4 for r in (20, 11, 17)]
+    assert found.saved.tolist() == [2 * (r * (16 + 3 * 12) + 16 * 16) * 4 for r in (20, 11, 17)]
     assert found.transient.tolist() == [2 * max(r, 16) * 16 * 4 for r in (20, 11, 17)]
     rows = [2 * (4 + 8), 2 * (16 + 11), 2 * (16 + 17)]
     sizes = [(10 + 9) * 8, (10 + 9) * 8, (10 + 10) * 8]
     assert found.traffic.tolist() == [2 * (r * 16 * 4 + s) for r, s in zip(rows, sizes, strict=True)]
     less = scale.plan(scale.Layout(**SIZES, dtype="float32", layers=2, recompute="activation"), counts)
-    assert (found.saved - less.saved).tolist() == [2 * r * 2 * 12 * 4 for r in (20, 11, 17)]
+    assert (found.saved - less.saved).tolist() == [2 * r * 12 * 4 for r in (20, 11, 17)]
     few = scale.plan(scale.Layout(**SIZES, dtype="float32", capacity=3), counts)
     assert few.received.tolist() == [18, 18, 9]
     assert few.dropped == 6 + 13 + 4

@@ -62,7 +62,7 @@ FLOORS = (
         "ops.hash_routing",
     ),
     *((f"ops.{room}.*", f"ops.{room}.op") for room in ROOMS),
-    ("permutation", "ops.balance", "ops.gradient_norm", "ops.recomputed", "ops.special_experts"),
+    ("permutation", "ops.balance", "ops.gradient_norm", "ops.init_routing", "ops.recomputed", "ops.special_experts"),
     ("",),  # the package: its names for users
     ("expert_parallel", "nn", "scale", "testing"),
     ("bench",),

@@ -29,15 +29,9 @@ from moeroute.aclnn.core import (
 )
 from moeroute.dtypes import LARGEST
 from moeroute.ops.indices.op import plan_from_row_of_slot
+from moeroute.ops.init_routing import column_routing, first_rows
 from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.ops.rows.op import combine, spread
-from moeroute.plan import RoutingPlan
-
-
-def cut(plan: RoutingPlan, rows: int) -> RoutingPlan:
-    """The plan with its first rows only, as activeNum asks for."""
-    return plan if rows == plan.num_rows else plan_from_row_of_slot(plan.row_of_slot, plan.num_tokens, rows)
-
 
 # ---------------------------------------------------------------------------- MoeInitRouting
 
@@ -89,11 +83,9 @@ def by_column(
     apart(outputs, x, rowIdx, expertIdx)
 
     def work() -> None:
-        ids, order = expertIdx.reshape(-1).sort(stable=True)
+        plan, numbers, ids = column_routing(rowIdx, expertIdx, rows)
         expandedExpertIdxOut.copy_(ids)
-        numbers = plan_from_row_of_slot(rowIdx.reshape(-1)[order], slots, slots)
-        expandedRowIdxOut.copy_(numbers.slot_of_row)
-        plan = plan_from_row_of_slot(numbers.slot_of_row.reshape(topk, num_tokens).t(), num_tokens, rows)
+        expandedRowIdxOut.copy_(numbers)
         spread(x if quantized is None else quantized(x), plan, out=expandedXOut)
 
     return 0, work
@@ -199,7 +191,7 @@ def _moe_init_routing_v2(
             before_out.copy_(counts_of(plan_from_expert_ids(expertIdx, expertNum, num_rows=slots)))
         if counts_out is not None:
             counts_out.copy_(counts_of(plan, cumulative=count_or_cumsum == 1))
-        plan = cut(plan, rows)
+        plan = first_rows(plan, rows)
         target = target_of(expandedXOut, rows, hidden)
         spread(x, plan, out=target)
         deliver(target, expandedXOut)

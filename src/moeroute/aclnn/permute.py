@@ -40,21 +40,11 @@ from moeroute.aclnn.core import (
     zero_filled,
 )
 from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_token_ids
+from moeroute.ops.init_routing import first_rows
 from moeroute.ops.maps.op import plan_from_routing_map
 from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.ops.rows.op import combine, spread
 from moeroute.permutation import permute_weights, permute_weights_backward
-from moeroute.plan import RoutingPlan
-
-
-def _cut(plan: RoutingPlan, rows: int, first_row: int = 0) -> RoutingPlan:
-    """The plan with rows [first_row, first_row + rows) only, or with padding rows behind its own."""
-    if first_row == 0 and rows == plan.num_rows:
-        return plan
-    return plan_from_row_of_slot(
-        plan.row_of_slot, plan.num_tokens, rows, first_row=first_row, expert_of_slot=plan.expert_of_slot
-    )
-
 
 # ---------------------------------------------------------------------------- MoeTokenPermute
 
@@ -113,7 +103,7 @@ def _moe_token_permute(
     def work() -> None:
         plan = plan_from_expert_ids(indices, None, num_rows=slots, out=sortedIndicesOut)
         target = target_of(permuteTokensOut, rows, columns)
-        spread(tokens.reshape(num_tokens, columns), _cut(plan, rows), out=target)
+        spread(tokens.reshape(num_tokens, columns), first_rows(plan, rows), out=target)
         deliver(target, permuteTokensOut)
 
     return 0, work
@@ -164,7 +154,7 @@ def _moe_token_permute_with_ep(
 
     def work() -> None:
         plan = plan_from_expert_ids(indices, None, num_rows=num_tokens * topk, out=sortedIndicesOut)
-        plan = _cut(plan, rows, first)
+        plan = first_rows(plan, rows, first)
         target = target_of(permuteTokensOut, rows, columns)
         spread(tokens.reshape(num_tokens, columns), plan, out=target)
         deliver(target, permuteTokensOut)
@@ -343,7 +333,7 @@ def _moe_token_permute_with_routing_map(
             sortedIndicesOut.copy_(plan.token_of_row)
         else:
             plan = plan_from_routing_map(routingMap, topk=each, out=sortedIndicesOut)
-            plan = _cut(plan, rows)
+            plan = first_rows(plan, rows)
         spread(tokens, plan, out=permuteTokensOut)
         if probsOptional is not None:
             permute_weights(probsOptional, plan, out=permuteProbsOutOptional)

@@ -22,13 +22,13 @@ from moeroute.aclnn.core import (
     wrong,
     wrong_shape,
 )
-from moeroute.aclnn.init_routing import by_column, cut
+from moeroute.aclnn.init_routing import by_column
 from moeroute.dtypes import LARGEST
 from moeroute.ops.half_quantization import quantize_half
+from moeroute.ops.init_routing import first_rows, slots_by_expert, spread_int8, used_pairs
 from moeroute.ops.planning.op import plan_from_expert_ids
-from moeroute.ops.quantization.op import quantize, spread_quantized
+from moeroute.ops.quantization.op import quantize
 from moeroute.ops.rows.op import spread
-from moeroute.plan import RoutingPlan
 
 _NONE, _STATIC, _DYNAMIC = -1, 0, 1
 _CUMULATIVE, _COUNTS, _PAIRS = 0, 1, 2
@@ -43,22 +43,6 @@ def _static_factors(**factors: Tensor | None) -> None:
         shaped(name, tensor, (1,), "[1]", TILING)
 
 
-def _dynamic(x: Tensor, plan: RoutingPlan, ids: Tensor, first: int, smooth: Tensor | None) -> tuple[Tensor, Tensor]:
-    """int8 rows and their scales; `smooth` has one row for all, or row e - first for expert e."""
-    if smooth is None or len(smooth) == 1:
-        return spread_quantized(x, plan, smooth=None if smooth is None else smooth[0])
-    experts = torch.cat((ids.reshape(-1) - first, ids.new_full((1,), -1)))  # the last for a row without a slot, -1
-    return spread_quantized(x, plan, smooth=smooth, expert_of_row=experts[plan.slot_of_row])
-
-
-def _pairs(counts: Tensor, first: int, length: int) -> Tensor:
-    """[length, 2]: (expert, count) of the experts that have one, in order, then zeros."""
-    experts = torch.arange(len(counts), device=counts.device)
-    used, order = (counts > 0).sort(descending=True, stable=True)
-    pairs = torch.stack((experts[order] + first, counts[order]), 1) * used[:, None]
-    return torch.cat((pairs, pairs.new_zeros(length - len(pairs), 2)))
-
-
 # ---------------------------------------------------------------------------- MoeInitRoutingV3
 
 
@@ -70,12 +54,6 @@ def _active_range(given: tuple[int, ...] | None, num_experts: int, drop: bool, p
         raise wrong("activeExpertRangeOptional", f"[s, e) with 0 <= s < e <= {num_experts}", [first, last], TILING)
     between("e of activeExpertRangeOptional", last, 1, _MAX_PAIRED if paired else _MAX_EXPERTS, TILING)
     return first, last
-
-
-def _sorted_slots(expertIdx: Tensor, first: int) -> Tensor:
-    """All slots in the stable order of their experts, those below the range last."""
-    ids = torch.where(expertIdx < first, LARGEST, expertIdx)
-    return plan_from_expert_ids(ids, None, num_rows=ids.numel()).slot_of_row
 
 
 def _moe_init_routing_v3(
@@ -183,13 +161,13 @@ def _moe_init_routing_v3(
         plan = uncut
         if drop:
             plan = plan_from_expert_ids(expertIdx, expertNum, capacity=expertCapacity, pad_to_capacity=True)
-        expandedRowIdxOut.copy_(_sorted_slots(expertIdx, first) if rowIdxType else plan.row_of_slot)
+        expandedRowIdxOut.copy_(slots_by_expert(expertIdx, first) if rowIdxType else plan.row_of_slot)
         if counts_out is not None:
             counts = counts_of(uncut, expertTokensNumType == _CUMULATIVE).long()
-            counts_out.copy_(_pairs(counts, first, expertNum) if paired else counts)
-        plan = cut(plan, rows)
+            counts_out.copy_(used_pairs(counts, first, expertNum) if paired else counts)
+        plan = first_rows(plan, rows)
         if quantMode == _DYNAMIC:
-            result, scales = _dynamic(x, plan, expertIdx, first, scale)
+            result, scales = spread_int8(x, plan, expertIdx, first, scale)
             scale_out.copy_(scales.view(scale_out.shape))
         elif quantMode == _STATIC and scale is not None and offset is not None:
             result = quantize(x, scale, offset, plan=plan)
@@ -332,9 +310,9 @@ def _moe_init_routing_quant_v2(
             counts_out.copy_(counts_of(plan, cumulative=flag == 1))
         if before_out is not None:
             before_out.copy_(counts_of(plan_from_expert_ids(expertIdx, expertNum, num_rows=slots)))
-        plan = cut(plan, rows)
+        plan = first_rows(plan, rows)
         if scale_out is not None:
-            result, scales = _dynamic(x, plan, expertIdx, 0, scale)
+            result, scales = spread_int8(x, plan, expertIdx, 0, scale)
             scale_out.copy_(scales)
         elif scale is not None and offset is not None:
             result = spread(quantize_half(x, scale, offset), plan)

@@ -27,5 +27,5 @@ Where to look:
     layout.py       strides, `out=`, addresses
     *.py            operators in plain torch: balance (losses), experts (a linear map per expert), router_product
                     (logits), exchange and gradient_norm (several ranks); group_topk, half_quantization, replicas and
-                    special_experts serve the aclnn operators
+                    special_experts serve the aclnn operators, init_routing those and torch_npu's
 """

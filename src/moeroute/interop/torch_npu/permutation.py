@@ -11,8 +11,8 @@ from moeroute import check
 from moeroute.dtypes import LARGEST
 from moeroute.interop.torch_npu.arguments import dtype_of, npu_function, refused
 from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_token_ids
+from moeroute.ops.init_routing import first_rows, sorted_plan
 from moeroute.ops.maps.op import plan_from_routing_map
-from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.ops.rows.op import combine
 from moeroute.ops.weights.op import slot_weights
 from moeroute.permutation import (
@@ -54,7 +54,7 @@ def npu_moe_token_permute(
     slots = indices.numel()
     given = num_out_tokens or 0
     num_rows = min(given, slots) if given > 0 else max(slots + given, 0)
-    return permute(tokens, cut(plan, num_rows)), plan.row_of_slot
+    return permute(tokens, first_rows(plan, num_rows)), plan.row_of_slot
 
 
 @npu_function
@@ -330,25 +330,6 @@ def npu_moe_token_unpermute_with_routing_map_grad(
 
 
 # ---------------------------------------------------------------------------- plans
-
-
-def sorted_plan(indices: Tensor) -> RoutingPlan:
-    """All slots in the stable order of their ids, the negative ones first, as a sort has them."""
-    slots = indices.numel()
-    plan = plan_from_expert_ids(indices, None, num_rows=slots)
-    if torch.compiler.is_compiling() or not slots or indices.is_meta or int(plan.slot_of_row[-1]) >= 0:
-        return plan
-    # A slot of a negative id has no row, so the last row is free: nothing else needs to be looked at.
-    return plan_from_expert_ids(indices.to(torch.int64) - indices.min().to(torch.int64), None, num_rows=slots)
-
-
-def cut(plan: RoutingPlan, num_rows: int) -> RoutingPlan:
-    """The plan with its first rows only."""
-    if num_rows == plan.num_rows:
-        return plan
-    return plan_from_row_of_slot(
-        plan.row_of_slot, plan.num_tokens, num_rows, expert_of_slot=plan.tensors.expert_of_slot
-    )
 
 
 def _ragged(name: str, routing_map: Tensor, num_rows: int) -> tuple[RoutingPlan, Tensor]:

@@ -12,11 +12,11 @@ from moeroute import check
 from moeroute.dtypes import LARGEST
 from moeroute.interop.torch_npu import mx
 from moeroute.interop.torch_npu.arguments import INT4, dtype_of, npu_function, refused, unavailable
-from moeroute.interop.torch_npu.permutation import cut, sorted_plan
 from moeroute.ops.half_quantization import quantize_half
 from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments
+from moeroute.ops.init_routing import column_routing, first_rows, slots_by_expert, spread_int8, used_pairs
 from moeroute.ops.planning.op import plan_from_expert_ids
-from moeroute.ops.quantization.op import quantize, spread_quantized
+from moeroute.ops.quantization.op import quantize
 from moeroute.ops.replicas import instances_of_slots, slots_above
 from moeroute.ops.rows.op import combine, spread
 from moeroute.plan import RoutingPlan
@@ -100,14 +100,14 @@ def npu_moe_init_routing_v2(
         numbers, num_rows = plan.row_of_slot, expert_num * expert_capacity
     else:
         num_rows = min(active_num, slots) if active_num > 0 else slots
-        plan, numbers = cut(uncut, num_rows), uncut.row_of_slot
+        plan, numbers = first_rows(uncut, num_rows), uncut.row_of_slot
         if row_idx_type:
-            numbers = sorted_plan(torch.where(expert_idx < first, LARGEST, expert_idx)).slot_of_row
+            numbers = slots_by_expert(expert_idx, first)
     counts = _counts(uncut)
     if expert_tokens_num_type == 0:
         counts = counts.cumsum(0)
     elif expert_tokens_num_type == 2:
-        counts = _pairs(counts, first, expert_num)
+        counts = used_pairs(counts, first, expert_num)
     where = _Rows(plan, first, last - first)
     rows, scales = _quantised(name, x, expert_idx, scale, offset, quant_mode, where)
     if drop:
@@ -138,24 +138,8 @@ def npu_moe_init_routing(
         if tensor.dtype is not torch.int32:
             raise refused(name, argument, "torch.int32", tensor.dtype)
     check.integer(name, "active_num", active_num, 0)
-    slots, num_rows = num_tokens * topk, min(active_num, num_tokens) * topk
-    plan = sorted_plan(expert_idx)
-    experts = expert_idx.reshape(-1).index_select(0, plan.slot_of_row)
-    if _numbered_by_column(row_idx):
-        numbers = plan.row_of_slot.view(num_tokens, topk).t().reshape(-1)
-        return spread(x, cut(plan, num_rows)), numbers, experts
-    in_order = row_idx.reshape(-1).index_select(0, plan.slot_of_row)  # entry i: the slot number in row i
-    numbers = plan_from_row_of_slot(in_order, slots, slots).slot_of_row
-    plan = plan_from_row_of_slot(numbers.view(topk, num_tokens).t(), num_tokens, num_rows)
+    plan, numbers, experts = column_routing(row_idx, expert_idx, min(active_num, num_tokens) * topk)
     return spread(x, plan), numbers, experts
-
-
-def _numbered_by_column(row_idx: Tensor) -> bool:
-    """Whether slot (t, k) has number k * N + t, as nearly always: the plan of the ids is then all that is needed."""
-    if torch.compiler.is_compiling() or row_idx.is_meta:
-        return False
-    numbers = torch.arange(row_idx.numel(), dtype=torch.int32, device=row_idx.device)
-    return torch.equal(row_idx.t(), numbers.view(row_idx.shape[1], row_idx.shape[0]))
 
 
 @npu_function
@@ -206,7 +190,7 @@ def npu_moe_init_routing_quant(
         plan = plan_from_expert_ids(expert_idx, expert_num, capacity=expert_capacity, pad_to_capacity=True)
         numbers = plan.row_of_slot
     else:
-        plan, numbers = cut(uncut, min(active_num, slots) if active_num > 0 else slots), uncut.row_of_slot
+        plan, numbers = first_rows(uncut, min(active_num, slots) if active_num > 0 else slots), uncut.row_of_slot
     counts = _counts(uncut).to(torch.int32)
     if quant_mode == _STATIC:
         factor, shift = _static_factors(name, x, scale, offset)
@@ -454,17 +438,11 @@ def _static_factors(name: str, x: Tensor, scale: Tensor | None, offset: Tensor |
 
 def _dynamic(name: str, x: Tensor, expert_idx: Tensor, scale: Tensor | None, where: _Rows) -> tuple[Tensor, Tensor]:
     """int8 rows and their scales; `scale` has one row of factors for all, or one for each expert of the range."""
-    plan = where.plan
-    if scale is None:
-        return spread_quantized(x, plan)
-    check.shaped(name, "scale", scale, (None, x.shape[1]), x)
-    if len(scale) == 1:
-        return spread_quantized(x, plan, smooth=scale[0])
-    if len(scale) != where.num_factors:
-        raise refused(name, "scale", f"[1, H] or [{where.num_factors}, H]", list(scale.shape))
-    experts = torch.cat((expert_idx.reshape(-1) - where.first_expert, expert_idx.new_full((1,), -1)))
-    experts = experts[plan.slot_of_row].to(torch.int32)  # -1, a row without a slot, is the last
-    return spread_quantized(x, plan, smooth=scale, expert_of_row=experts)
+    if scale is not None:
+        check.shaped(name, "scale", scale, (None, x.shape[1]), x)
+        if len(scale) not in (1, where.num_factors):
+            raise refused(name, "scale", f"[1, H] or [{where.num_factors}, H]", list(scale.shape))
+    return spread_int8(x, where.plan, expert_idx, where.first_expert, scale)
 
 
 def _int4(name: str, x: Tensor, scale: Tensor | None, plan: RoutingPlan) -> tuple[Tensor, Tensor]:
@@ -498,14 +476,6 @@ def _counts(plan: RoutingPlan) -> Tensor:
     counts = plan.tokens_per_expert
     assert counts is not None  # noqa: S101 - for the type checker: the plan knows its experts
     return counts.to(torch.int64)
-
-
-def _pairs(counts: Tensor, first: int, length: int) -> Tensor:
-    """[length, 2]: (expert, count) of the experts that have one, in order, then zeros."""
-    pairs = counts.new_zeros(length, 2)
-    used = counts.nonzero()[:, 0]
-    pairs[: len(used)] = torch.stack((used + first, counts[used]), 1)
-    return pairs
 
 
 # ---------------------------------------------------------------------------- checks

@@ -4,20 +4,23 @@
 bfloat16, and tokens close to a tie then go to other experts. The setting belongs to the whole process, all threads
 included, so it is left alone: where it would cut, the product is computed in float64 and rounded once.
 
-torch's products give a row other bits in a batch of another size (float32: fewer than 16 rows, bfloat16: 4 to 33). So
-tokens are multiplied in blocks of 64, the last one padded with zeros: a token's logits and its gradient are the same
-bits in any batch, with the same number of threads.
+torch's products give a row other bits in a batch of another size (float32: fewer than 16 rows, bfloat16: 4 to 33), and
+at another place in it where a side is odd (float32: 5, 6, 7 or 9 columns, or an inner size that 4 does not divide). So
+tokens are multiplied in blocks of 64, the last one padded with zeros, and odd sides are padded to a multiple of 8: a
+token's logits and its gradient are the same bits in any batch, with the same number of threads.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from moeroute.dtypes import wide
 from moeroute.ops.register import register
 
 BLOCK = 64
+SIDE = 8
 
 
 def cut(device: str) -> bool:
@@ -29,15 +32,20 @@ def cut(device: str) -> bool:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """left [T, I] @ right [I, O], `BLOCK` rows at a time, the last ones padded with zeros."""
+    """left [T, I] @ right [I, O], `BLOCK` rows at a time, the last ones padded with zeros.
+
+    One batched call, not one product per block: each product of 64 rows would wake torch's threads by itself, which
+    takes 80 us where they sleep (24 blocks of a [1536, 128] router: 1.9 ms, batched 0.09, unblocked 0.12).
+    """
+    inner, width = right.shape
+    if inner % SIDE or width % SIDE:
+        left, right = F.pad(left, (0, -inner % SIDE)), F.pad(right, (0, -width % SIDE, 0, -inner % SIDE))
+        return _product(left, right)[:, :width].contiguous()
     num_rows, full = left.shape[0], left.shape[0] // BLOCK
     out = left.new_empty(num_rows, right.shape[1])
-    blocks = left[: full * BLOCK].unflatten(0, (full, BLOCK))
-    if left.device.type == "cpu":
-        for block, result in zip(blocks, out[: full * BLOCK].unflatten(0, (full, BLOCK)), strict=True):
-            torch.mm(block, right, out=result)
-    elif full:  # one launch
-        out[: full * BLOCK] = torch.bmm(blocks, right.expand(full, *right.shape)).flatten(0, 1)
+    if full:
+        blocks, results = (rows[: full * BLOCK].unflatten(0, (full, BLOCK)) for rows in (left, out))
+        torch.bmm(blocks, right.expand(full, *right.shape), out=results)
     if rest := num_rows - full * BLOCK:
         padded = left.new_zeros(BLOCK, left.shape[1])
         padded[:rest] = left[-rest:]

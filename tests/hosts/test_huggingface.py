@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hosts import models
 from moeroute.interop import huggingface
+from moeroute.nn import activate as activate_rows
 from small_cases import present
 
 huggingface.register()
@@ -295,3 +296,39 @@ def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) ->
     assert len([line for line in code.splitlines() if line]) <= 10
     exec(code, {})
     assert capsys.readouterr().out == printed
+
+
+def test_the_hosts_activation_is_one_pass_and_a_models_own_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def activate(rows: Tensor, name: Any) -> Tensor:
+        calls.append(name)
+        return real(rows, name)
+
+    real = activate_rows
+    monkeypatch.setattr(huggingface, "activate", activate)
+
+    def run(model: Any) -> list[str]:
+        calls.clear()
+        with torch.no_grad():
+            model(tokens())
+        return calls
+
+    class Tripled(nn.SiLU):
+        def forward(self, gate: Tensor) -> Tensor:
+            return 3 * super().forward(gate)
+
+    model = set_experts(models.tiny("qwen3_moe"), "moeroute")
+    experts = [module for module in model.modules() if hasattr(module, "is_concatenated")]
+    assert run(model) == ["swiglu"] * len(experts)
+    seen: list[int] = []
+    for layer in experts:
+        layer.act_fn.register_forward_hook(lambda *_: seen.append(1))
+    assert run(model) == []
+    assert len(seen) == len(experts)
+    for layer in experts:
+        layer.act_fn = Tripled()
+    assert run(model) == []
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens()).logits, set_experts(model, "eager")(tokens()).logits)
+    assert run(set_experts(models.tiny("gpt_oss"), "moeroute")) == []

@@ -6,7 +6,8 @@
 
 For training and inference, on any device. What an expert computes is the model's affair: the order of gate and
 up, the activation, biases, a norm behind the expert. Bringing the tokens to the experts and summing up what comes
-back are ours: the sum over a token's experts has one order and one rounding, on every device.
+back are ours: the sum over a token's experts has one order and one rounding, on every device. So are SwiGLU and GEGLU
+where a model has the host's own: one pass over the rows, where the host's takes three to five.
 """
 
 import importlib
@@ -19,8 +20,9 @@ from moeroute import check as checks
 from moeroute.interop import hosts
 from moeroute.interop.huggingface_gates import SERIES
 from moeroute.interop.huggingface_gates import router as router
-from moeroute.nn import grouped_linear
+from moeroute.nn import activate, grouped_linear
 from moeroute.nn.huggingface import MOE_WEIGHTS as MOE_WEIGHTS
+from moeroute.ops.activations.op import Activation
 from moeroute.ops.experts import autocast_is_on
 from moeroute.ops.planning.op import plan_from_expert_ids
 from moeroute.permutation import permute, unpermute
@@ -30,6 +32,11 @@ NAME = "moeroute"
 # The question of `check` and the answer that only our function knows.
 _PROBE: Any = object()
 _ANSWER: Any = object()
+
+# What the host has of its own, read when we are registered, since a compiler follows no import: the gate of models
+# without one, and the classes that stand for SiLU and for GELU by its tanh formula.
+_gates: list[Any] = []
+_activations: dict[type, Activation] = {nn.SiLU: "swiglu"}
 
 
 def register() -> None:
@@ -43,7 +50,11 @@ def register() -> None:
     Raises ImportError where transformers is not installed or is of an unknown version.
     """
     hosts.require("interop.huggingface.register", "transformers", SERIES)
-    importlib.import_module("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    host = importlib.import_module("transformers.integrations.moe")
+    host.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    _gates[:] = [host._default_apply_gate]
+    theirs = importlib.import_module("transformers.activations")
+    _activations.update({theirs.SiLUActivation: "swiglu", theirs.GELUTanh: "geglu"})
 
 
 def check(model: nn.Module) -> dict[str, str]:
@@ -103,13 +114,34 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     dtype = _products_dtype(getattr(experts, first))
     plan = plan_from_expert_ids(top_k_index, experts.num_experts, num_rows=top_k_index.numel())
     rows = _linear(experts, first, permute(hidden_states.to(dtype), plan), plan.rows_per_expert)
-    rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
+    rows = _activated(experts, rows)
     rows = _linear(experts, "down_proj", rows.to(dtype), plan.rows_per_expert)
     if experts.has_post_expert_norm:
         rows = experts.post_expert_norm(rows)
     if (rows.dtype is torch.float64) != (top_k_weights.dtype is torch.float64):
         top_k_weights = top_k_weights.to(rows.dtype)  # a float64 model may choose in float32
     return unpermute(rows, plan, top_k_weights).to(hidden_states.dtype)
+
+
+def _activated(experts: Any, rows: Tensor) -> Tensor:
+    """The model's own activation; where it is the host's gate around SiLU or GELU, in one pass and rounded once."""
+    result: Tensor
+    if not experts.has_gate:
+        result = experts.act_fn(rows)
+    elif (name := _known_activation(experts)) is not None:
+        result = activate(rows, name)
+    else:
+        result = experts._apply_gate(rows)
+    return result
+
+
+def _known_activation(experts: Any) -> Activation | None:
+    act = getattr(experts, "act_fn", None)
+    if type(experts)._apply_gate not in _gates or not isinstance(act, nn.Module):
+        return None
+    if act._forward_hooks or act._forward_pre_hooks or act._backward_hooks:
+        return None
+    return _activations.get(type(act))
 
 
 def _products_dtype(weight: Tensor) -> torch.dtype:

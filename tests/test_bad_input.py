@@ -298,6 +298,24 @@ def test_every_argument_of_every_function(name: str) -> None:
                     assert not refused, f"{case} was taken"
 
 
+def with_gradients(value: Any) -> Any:
+    return value.clone().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@pytest.mark.parametrize("backend", (5, b"cpu", np.bool_(True), ("cpu",), ["cpu"]))
+@pytest.mark.parametrize(
+    "name", [name for name, (_, given) in CALLS.items() if "backend" in given and "nn." not in name]
+)
+def test_a_backend_that_is_no_word_where_gradients_are_recorded(name: str, backend: Any) -> None:
+    """The registered operator's way: torch would speak of C++ types."""
+    function, arguments = CALLS[name]
+    recorded = {
+        argument: with_gradients(value) for argument, value in arguments.items() if argument not in ("out", "init")
+    }
+    with pytest.raises((TypeError, ValueError), match=r"^moeroute\.\w+: backend must be .*; got "):
+        function(**{**recorded, "backend": backend})
+
+
 def test_the_table_has_every_public_function() -> None:
     public = {name for name, value in vars(moeroute).items() if callable(value) and not name.startswith("_")}
     without_arguments = {"Gating", "BalanceStatistics", "empty_cache", "memory_stats"}  # the first two are results

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import moeroute
 from moeroute import dispatch
-from moeroute.interop import huggingface, megatron
+from moeroute.interop import huggingface, megatron, transformer_engine
 
 PACKAGE = Path(moeroute.__file__).parent / "interop"
 FILES = sorted(PACKAGE.glob("*.py"))  # torch_npu, a folder, has what stands between the routing functions too
@@ -141,3 +142,40 @@ def test_experts_of_hugging_face_wait_for_no_gpu_in_bfloat16(
             output = huggingface.experts_forward(experts, hidden, ids, weights)
     assert (output.shape, output.dtype) == ((10, 16), dtype)
     assert bool(arrived) == (dtype == torch.float32)  # where the loop over the experts needs the rows of each
+
+
+ONE = torch.tensor(1.0)
+# Tensors with fewer axes than the functions read, which Python would say in its own words.
+TOO_FLAT: dict[str, Callable[[], Any]] = {
+    "megatron.unpermute: restore_shape": lambda: megatron.unpermute(torch.ones(2, 3), torch.tensor([0, 1]), ()),
+    "megatron.unpermute: permuted_tokens": lambda: megatron.unpermute(ONE, torch.tensor([0, 1]), (2, 3)),
+    "megatron.unpermute: routing_map": lambda: megatron.unpermute(
+        torch.ones(2, 3), torch.tensor([0, 1]), (2, 3), torch.ones(2, 1), ONE, drop_and_pad=True
+    ),
+    "megatron.sort_chunks_by_idxs: input": lambda: megatron.sort_chunks_by_idxs(ONE, torch.ones(1), torch.ones(1)),
+    "transformer_engine.moe_unpermute: inp": lambda: transformer_engine.moe_unpermute(ONE, torch.ones(1)),
+    "transformer_engine.moe_unpermute: row_id_map": lambda: transformer_engine.moe_unpermute(
+        torch.ones(2, 3), ONE, map_type="index"
+    ),
+    "transformer_engine.moe_unpermute: merging_probs": lambda: transformer_engine.moe_unpermute(
+        torch.ones(2, 3), torch.ones(2), ONE, map_type="index"
+    ),
+    "transformer_engine.moe_sort_chunks_by_index: inp": lambda: transformer_engine.moe_sort_chunks_by_index(
+        ONE, torch.ones(1), torch.ones(1)
+    ),
+    "transformer_engine.moe_sort_chunks_by_index_with_probs: inp": (
+        lambda: transformer_engine.moe_sort_chunks_by_index_with_probs(ONE, ONE, torch.ones(1), torch.ones(1))
+    ),
+    "transformer_engine.fused_topk_with_score_function: logits": (
+        lambda: transformer_engine.fused_topk_with_score_function(ONE, 1, False, None, None, None, "sigmoid", None)
+    ),
+    "transformer_engine.fused_compute_score_for_moe_aux_loss: logits": (
+        lambda: transformer_engine.fused_compute_score_for_moe_aux_loss(ONE, 1, "sigmoid")
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TOO_FLAT)
+def test_tensors_with_too_few_axes(what: str) -> None:
+    with pytest.raises(ValueError, match=rf"^moeroute.interop.{what} must be .*; got "):
+        TOO_FLAT[what]()

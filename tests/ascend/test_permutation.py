@@ -354,6 +354,26 @@ BAD = {
         "permuted_tokens must be given with probs",
     ),
     "unknown type": ("npu_moe_token_permute_grad_v2", (ROWS, INDEX, 2, 999, 2), "tokens_dtype must be a torch.dtype"),
+    "tokens without columns": (
+        "npu_moe_token_permute_grad",
+        (torch.tensor(1.0), ROWS, INDEX, INDEX),
+        r"tokens must be of shape \[\*, \*\]",
+    ),
+    "rows without columns": (
+        "npu_moe_token_unpermute_grad",
+        (torch.tensor(1.0), ROWS, INDEX),
+        r"permuted_tokens must be of shape",
+    ),
+    "an index that is a number": (
+        "npu_moe_token_unpermute_with_routing_map_grad",
+        (ROWS, torch.tensor(1), INDEX, None, None, None),
+        r"out_index must be of shape \[\*\]; got shape \[\]",
+    ),
+    "probs that are a number": (
+        "npu_moe_token_unpermute_with_routing_map_grad",
+        (ROWS, INDEX, INDEX, None, ROWS, torch.tensor(1.0)),
+        r"probs must be of shape \[\*, \*\]",
+    ),
     "float map": ("npu_moe_token_permute_with_routing_map", (ROWS[:2], MAP.float()), "routing_map must be bool"),
     "other tokens than the map": ("npu_moe_token_permute_with_routing_map", (ROWS, MAP), "N = 2, as routing_map"),
     "other restore_shape": (

@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from moeroute import check
 from moeroute.dtypes import MAPS
 from moeroute.ops.indices.op import plan_from_chunks
 from moeroute.permutation import unpermute
@@ -19,8 +20,9 @@ def as_map(routing_map: Tensor) -> Tensor:
     return routing_map if routing_map.dtype in MAPS else routing_map.to(torch.bool)
 
 
-def chunks_of(rows: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> RoutingPlan:
+def chunks_of(operator: str, argument: str, rows: Tensor, split_sizes: Tensor, sorted_index: Tensor) -> RoutingPlan:
     """The plan that brings chunk `sorted_index[i]` of the rows to place i; both tensors may be on any device."""
+    check.shaped(operator, argument, rows, (None, None))
     return plan_from_chunks(split_sizes.to(rows.device), sorted_index.to(rows.device), rows.shape[0])
 
 

@@ -124,11 +124,16 @@ def unpermute(
     Returns:
         [T, H] in the dtype of `permuted_tokens`: the sum is in float32 (float64 where either is), rounded once.
     """
+    operator = "interop.megatron.unpermute"
+    if not len(restore_shape):
+        raise check.wrong_value(operator, "restore_shape", "(T, H)", tuple(restore_shape))
+    check.shaped(operator, "permuted_tokens", permuted_tokens, (None, None))
     num_tokens = restore_shape[0]
     if probs is None:
         return unpermute_rows(permuted_tokens, plan_from_token_ids(sorted_indices, num_tokens))
     if routing_map is None:
-        raise check.wrong_value("interop.megatron.unpermute", "routing_map", "given with probs", None)
+        raise check.wrong_value(operator, "routing_map", "given with probs", None)
+    check.shaped(operator, "routing_map", routing_map, (None, None))
     if drop_and_pad:
         plan = plan_from_token_ids(sorted_indices, num_tokens, num_experts=routing_map.shape[1])
     else:
@@ -154,7 +159,7 @@ def sort_chunks_by_idxs(
     Returns:
         (the rows [R, H], their probs [R] or None).
     """
-    plan = chunks_of(input, split_sizes, sorted_idxs)
+    plan = chunks_of("interop.megatron.sort_chunks_by_idxs", "input", input, split_sizes, sorted_idxs)
     return permute_rows(input, plan), None if probs is None else permute_weights(probs.reshape(-1, 1), plan)
 
 

@@ -119,11 +119,17 @@ def moe_unpermute(
         [T, H], or [K * T, H] for "index" without weights; in the dtype of `inp`. The sum is in float32 (float64 where
         either is), rounded once.
     """
+    operator = "interop.transformer_engine.moe_unpermute"
     merging_probs = probs if merging_probs is None else merging_probs
-    if check.one_of("interop.transformer_engine.moe_unpermute", "map_type", map_type, MAP_TYPES) == "mask":
+    by_mask = check.one_of(operator, "map_type", map_type, MAP_TYPES) == "mask"
+    check.shaped(operator, "inp", inp, (None, None))
+    if merging_probs is not None:
+        check.shaped(operator, "merging_probs", merging_probs, (None, None))
+    if by_mask:
         plan = plan_from_row_id_map(row_id_map, inp.shape[0], pad_offsets=pad_offsets)
         return unpermute(inp, plan) if merging_probs is None else weighted_sum(inp, plan, merging_probs)
     if merging_probs is None:
+        check.shaped(operator, "row_id_map", row_id_map, (None,))
         return unpermute(inp, plan_from_row_of_slot(row_id_map, row_id_map.shape[0], inp.shape[0]))
     num_tokens, topk = merging_probs.shape
     plan = plan_from_row_of_slot(row_id_map.view(topk, num_tokens).T, num_tokens, inp.shape[0])
@@ -138,14 +144,16 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
         split_sizes: [N] lengths of the chunks, which add up to R; on any device.
         sorted_index: [N], a permutation; on any device.
     """
-    return permute(inp, chunks_of(inp, split_sizes, sorted_index))
+    operator = "interop.transformer_engine.moe_sort_chunks_by_index"
+    return permute(inp, chunks_of(operator, "inp", inp, split_sizes, sorted_index))
 
 
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
 ) -> tuple[Tensor, Tensor]:
     """As `moe_sort_chunks_by_index`, with the probs [R] of the rows."""
-    plan = chunks_of(inp, split_sizes, sorted_index)
+    operator = "interop.transformer_engine.moe_sort_chunks_by_index_with_probs"
+    plan = chunks_of(operator, "inp", inp, split_sizes, sorted_index)
     return permute(inp, plan), permute_weights(probs.reshape(-1, 1), plan)
 
 
@@ -203,6 +211,7 @@ def fused_topk_with_score_function(
     check.one_of(operator, "score_function", score_function, SCORES)
     if score_function == "softmax" and expert_bias is not None:
         raise check.wrong_value(operator, "expert_bias", "None with softmax", "a tensor")
+    _need_experts(operator, logits)
     num_experts = logits.shape[-1]
     gating = gating_topk(
         logits.reshape(-1, num_experts),
@@ -233,6 +242,7 @@ def fused_compute_score_for_moe_aux_loss(
     """
     operator = "interop.transformer_engine.fused_compute_score_for_moe_aux_loss"
     check.one_of(operator, "score_function", score_function, SCORES)
+    _need_experts(operator, logits)
     gating = gating_topk(logits.reshape(-1, logits.shape[-1]), topk, score=score_function)
     scores = gating.scores if score_function == "softmax" else normalize_scores(gating.scores)
     return _map(operator, gating.expert_ids, logits, routing_map_format), scores.view(logits.shape)
@@ -258,6 +268,11 @@ def fused_moe_aux_loss(
         probs, tokens_per_expert, num_experts=num_experts, topk=topk, num_tokens=total_num_tokens, coefficient=coeff
     )
     return loss.to(probs.dtype)
+
+
+def _need_experts(operator: str, logits: Tensor) -> None:
+    if check.tensor(operator, "logits", logits).ndim == 0 or logits.shape[-1] == 0:
+        raise check.wrong_shape(operator, "logits", "[..., E] with E of at least 1", logits)
 
 
 def _map(operator: str, expert_ids: Tensor, logits: Tensor, routing_map_format: Any) -> Tensor:

@@ -166,13 +166,27 @@ def _traceable(name: str) -> Callable[..., Any]:
     overload = getattr(torch.ops.moeroute, name).default
     sizes = _sizes(overload)
     twin = getattr(torch.ops.moeroute, f"{name}_traced").default if sizes else None
+    checked = _backend_check(name, overload)
 
     def call(*arguments: Any) -> Any:
+        checked(arguments)
         if twin is None or torch.compiler.is_compiling() or not torch._C._is_tracing():
             return overload(*arguments)
         return twin(*(torch.tensor(a) if i in sizes and isinstance(a, int) else a for i, a in enumerate(arguments)))
 
     return call
+
+
+def _backend_check(name: str, overload: Any) -> Callable[[tuple[Any, ...]], None]:
+    """Refuses a backend that is no str, which torch would refuse in words of its own."""
+    parameters = [argument.name for argument in overload._schema.arguments]
+    at = parameters.index("backend") if "backend" in parameters else None
+
+    def checked(arguments: tuple[Any, ...]) -> None:
+        if at is not None and at < len(arguments) and not isinstance(arguments[at], str | None):
+            raise check.wrong_type(name, "backend", "a str or None", arguments[at])
+
+    return checked
 
 
 def _sizes(overload: Any) -> set[int]:
@@ -197,7 +211,7 @@ def _differentiable(
     linear, or is `tangent(ctx, inputs, outputs, tangents)`; with neither it raises. vmap loops.
     """
     overload = getattr(torch.ops.moeroute, name).default
-    recorded = _traceable(name)
+    recorded, checked = _traceable(name), _backend_check(name, overload)
     torch.library.register_autograd(f"moeroute::{name}", derivative, setup_context=setup)
 
     def one_by_one(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> Any:
@@ -250,6 +264,9 @@ def _differentiable(
     def call(*arguments: Any) -> Any:
         if torch.compiler.is_compiling():
             return uncompiled_under_torch_func(*arguments) if _transforms_active() else recorded(*arguments)
-        return function.apply(*arguments) if transformed() else recorded(*arguments)  # type: ignore[attr-defined]
+        if not transformed():
+            return recorded(*arguments)
+        checked(arguments)
+        return function.apply(*arguments)  # type: ignore[attr-defined]
 
     return call

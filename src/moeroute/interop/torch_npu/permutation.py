@@ -68,6 +68,7 @@ def npu_moe_token_permute_grad(
     """The gradient [N, H] of `npu_moe_token_permute`: the sum of the rows of each token, in the dtype of the tokens."""
     name = "npu_moe_token_permute_grad"
     _unpadded(name, padded_mode)
+    _matrix(name, "tokens", tokens)
     return _permute_grad(name, grad_permuted_tokens, sorted_indices, tokens.shape[0]).to(tokens.dtype)
 
 
@@ -138,6 +139,7 @@ def npu_moe_token_unpermute_grad(
     """The gradients of `npu_moe_token_unpermute`: (rows [M, H], 0 where nobody reads one; probs [N, K] or None)."""
     name = "npu_moe_token_unpermute_grad"
     _unpadded(name, padded_mode)
+    _matrix(name, "permuted_tokens", permuted_tokens)
     rows = None if probs is None else permuted_tokens
     return _unpermute_grad(name, grad_unpermuted_tokens, sorted_indices, permuted_tokens.shape[0], rows, probs)
 
@@ -314,6 +316,9 @@ def npu_moe_token_unpermute_with_routing_map_grad(
     """
     name = "npu_moe_token_unpermute_with_routing_map_grad"
     _matrix(name, "unpermuted_tokens_grad", unpermuted_tokens_grad)
+    check.shaped(name, "out_index", out_index, (None,))
+    if probs is not None:
+        _matrix(name, "probs", probs)
     num_tokens, num_rows = unpermuted_tokens_grad.shape[0], out_index.shape[0]
     num_experts = None if probs is None else probs.shape[-1]
     if probs is not None and permuted_tokens is None:

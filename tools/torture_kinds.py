@@ -1,16 +1,23 @@
-"""What `make torture` does, kind by kind. Each runs until its time is over and returns how often it called what."""
+"""What `make torture` does, kind by kind. Each returns how often it called what, and starts its clock when it is ready.
 
-import ctypes
+torture_calls.py has the calls with what is drawn, torture_library.py the C interface.
+"""
+
 import faulthandler
+import gc
 import json
 import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,10 +26,15 @@ import torch
 from torch import Tensor
 
 import moeroute
+import torture_calls as calls
+from aclnn_calls import GOOD
+from moeroute.conformance.case import digests_of
+from moeroute.conformance.table import cases
 from moeroute.plan import RoutingPlan
+from test_bad_input import CALLS
+from torture_calls import same
+from torture_library import handles, sanitizers
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Told = tuple[int, str]
 
 
@@ -31,61 +43,112 @@ def run(kind: str, seconds: float, seed: int) -> None:
     random.seed(seed)
     torch.manual_seed(seed)
     torch.set_num_threads(2)
-    calls, what = globals()[kind](time.monotonic() + seconds)
-    print(json.dumps({"calls": calls, "what": what}))
+    warnings.simplefilter("ignore")  # torch announces tensors of unusual layouts as unfinished
+    number, what = EVERY[kind](seconds, seed)
+    print(json.dumps({"calls": number, "what": what}))
 
 
-def same(a: Tensor, b: Tensor) -> None:
-    """Equal bits, any NaN equal to any other."""
-    if a.is_floating_point():
-        a, b = a.nan_to_num(nan=7.0, posinf=3e4, neginf=-3e4), b.nan_to_num(nan=7.0, posinf=3e4, neginf=-3e4)
-    if not torch.equal(a.contiguous().view(BITS[a.element_size()]), b.contiguous().view(BITS[b.element_size()])):
-        raise AssertionError(f"{a.dtype} {list(a.shape)} differ")
-
-
-def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers of many sizes, now and then a NaN or an infinity."""
-    values = torch.randn(shape) * 10.0 ** random.randint(-3, 3)
-    if values.numel() and random.random() < 0.2:
-        values.view(-1)[random.randrange(values.numel())] = random.choice([float("nan"), float("inf"), float("-inf")])
-    return values.to(dtype)
-
-
-def path(tokens: Tensor, logits: Tensor, k: int, backend: Any = None, **options: Any) -> list[Tensor]:
+def path(tokens: Tensor, logits: Tensor, k: int) -> list[Tensor]:
     """Gate, plan, permute, unpermute and all gradients."""
     tokens, logits = tokens.detach().requires_grad_(), logits.detach().requires_grad_()
-    gating = moeroute.gating_topk(logits, k, backend=backend, **options)
-    plan = moeroute.plan_from_expert_ids(gating.expert_ids, logits.shape[1], backend=backend)
-    rows = moeroute.permute(tokens, plan, backend=backend)
-    output = moeroute.unpermute(rows, plan, gating.weights, backend=backend)
+    gating = moeroute.gating_topk(logits, k)
+    plan = moeroute.plan_from_expert_ids(gating.expert_ids, logits.shape[1])
+    rows = moeroute.permute(tokens, plan)
+    output = moeroute.unpermute(rows, plan, gating.weights)
     grads = torch.autograd.grad(output.float().sum(), [tokens, logits])
     return [gating.weights, gating.expert_ids, plan.row_of_slot, rows, output, *grads]
+
+
+# Of CALLS, those that give other results each time, or change what others use.
+_OTHERWISE = {"set_memory_pool", "nn.SwiGLU", "nn.Experts", "nn.Router", "nn.MoE"}
+
+
+class Small:
+    """A small call of every public function of the package and its layer, with arguments of its own."""
+
+    def __init__(self) -> None:
+        self.calls = [
+            (name, function, {key: _copied(value) for key, value in arguments.items()})
+            for name, (function, arguments) in CALLS.items()
+            if name not in _OTHERWISE
+        ]
+        self.expected = [[_copied(part) for part in calls.parts(self.call(i))] for i in range(len(self.calls))]
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def call(self, i: int) -> Any:
+        """The i-th one's result."""
+        name, function, arguments = self.calls[i]
+        if name.startswith("update_expert_bias"):
+            arguments = {**arguments, "bias": arguments["bias"].clone()}
+        return function(**arguments)
+
+    def check(self, i: int) -> None:
+        """And it is the same as ever."""
+        same(self.call(i), self.expected[i], self.calls[i][0])
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return type(value)(map(_copied, value)) if type(value) in (list, tuple) else value
 
 
 # ---------------------------------------------------------------------------- kinds
 
 
-def properties(end: float) -> Told:
-    """Both backends on what is drawn."""
-    calls = 0
-    while time.monotonic() < end:
-        experts = random.choice([1, 2, 3, 8, 64, 257])
-        k, tokens = random.randint(1, min(experts, 9)), random.choice([0, 1, 2, 7, 33, 200])
-        score = random.choice(["softmax", "sigmoid", "sqrtsoftplus", "topk_softmax", "topk_sigmoid", "none"])
-        x = drawn(tokens, random.choice([0, 1, 5, 64, 129, 1024]), dtype=random.choice(DTYPES))
-        logits = drawn(tokens, experts, dtype=random.choice(DTYPES))
-        found = [path(x, logits, k, backend, score=score) for backend in ("cpu", "reference")]
-        for a, b in zip(*found, strict=True):
-            same(a, b)
-        row_of_slot = found[0][2]
-        same(row_of_slot.sort().values, torch.arange(len(row_of_slot), dtype=torch.int32))
-        calls += 2
-    return calls, "whole paths with gradients"
+def properties(seconds: float, seed: int) -> Told:
+    """Both backends on what is drawn; the table of cases with other inputs in between."""
+    done, of_cases = 0, 0
+    end = time.monotonic() + seconds
+    while not done or time.monotonic() < end:
+        drawn = calls.Inputs()
+        for name in calls.DRAWN:
+            calls.compare(name, drawn)
+            done += 2
+        case = random.choice(cases())
+        arguments = case.arguments(random.randrange(1, 2**31))
+        found, wanted = (digests_of(case.run(arguments, backend)) for backend in ("cpu", "reference"))
+        if found != wanted:
+            raise AssertionError(f"{case.name}: {found} and {wanted}")
+        of_cases += 1
+    names = [name for name in calls.public() if "." not in name or name.startswith("nn.")]
+    calls.need_all(names)
+    return sum(calls.called.values()), (
+        f"calls of all {len(names)} public functions and classes of moeroute and moeroute.nn, each at least "
+        f"{min(calls.called[name] for name in names):,} times; {of_cases:,} cases of the table with other inputs"
+    )
 
 
-def indices(end: float) -> Told:
+def lies(seconds: float, seed: int) -> Told:
+    """Arguments that are something else."""
+    hosts = calls.hosts_functions()
+    taken = of_hosts = rounds = 0
+    end = time.monotonic() + seconds
+    while not rounds or time.monotonic() < end:
+        for name in (*CALLS, *CALLS, *CALLS):
+            calls.lie(name)
+        for name in GOOD:
+            calls.lie_to_aclnn(name)
+        for name, function in hosts.items():
+            taken += calls.lie_as_a_host(name, function)
+            of_hosts += 1
+        rounds += 1
+    # Without those that take nothing, and those whose calls are results of others.
+    known = {name.partition(",")[0] for name in CALLS}
+    names = [name for name in calls.public() if name in known or ("." in name and not name.startswith("nn."))]
+    calls.need_all(names)
+    return sum(calls.called.values()), (
+        f"calls of {len(names)} public functions, those of moeroute.aclnn and moeroute.interop too: results, or errors "
+        f"of the documented kinds ({taken:,} of {of_hosts:,} calls under other libraries' names gave a result)"
+    )
+
+
+def indices(seconds: float, seed: int) -> Told:
     """Plans of random bytes, small enough to be often nearly right."""
-    calls = 0
+    done = 0
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         tokens, k, rows = random.randint(0, 9), random.randint(1, 4), random.randint(0, 30)
 
@@ -98,118 +161,43 @@ def indices(end: float) -> Told:
         x, y, w = torch.randn(tokens, 40), torch.randn(rows, 40), torch.randn(tokens, k)
         for function, arguments in ((moeroute.permute, (x, plan, w)), (moeroute.unpermute, (y, plan, w))):
             same(function(*arguments, backend="cpu"), function(*arguments, backend="reference"))
-            calls += 2
+            done += 2
         same(moeroute.row_dots(y, x, plan, backend="cpu"), moeroute.row_dots(y, x, plan, backend="reference"))
-        calls += 2
-    return calls, "calls"
+        done += 2
+    return done, "calls"
 
 
-def handles(end: float) -> Told:
-    """The C interface: handles that are valid, destroyed, drawn or null; numbers of any size."""
-    from moeroute.aclnn.library import build
-    from moeroute.aclnn.signatures import SIGNATURES
-
-    folder = tempfile.mkdtemp()
-    build.build(Path(folder))
-    acl, meta, ops = (ctypes.CDLL(f"{folder}/lib/lib{name}.so") for name in ("ascendcl", "nnopbase", "opapi"))
-    meta.aclCreateTensor.restype = ctypes.c_void_p
-    acl.aclInit(None)
-    acl.aclrtSetDevice(0)
-    blocks = []
-    for _ in range(4):
-        block = ctypes.c_void_p()
-        acl.aclrtMalloc(ctypes.byref(block), ctypes.c_size_t(4096), 0)
-        blocks.append(block.value)
-    known: list[int | None] = []
-    calls = refused = right = 0
-
-    def tensor(block: int | None, kind: int, *shape: int) -> ctypes.c_void_p:
-        dims, rank = (ctypes.c_int64 * 2)(*shape), ctypes.c_uint64(len(shape))
-        steps = (ctypes.c_int64 * 2)(*((shape[1], 1) if len(shape) == 2 else (1, 1)))
-        return ctypes.c_void_p(
-            meta.aclCreateTensor(dims, rank, kind, steps, ctypes.c_int64(0), 2, dims, rank, ctypes.c_void_p(block))
-        )
-
-    valid = [tensor(blocks[0], 0, 6, 4), tensor(blocks[1], 3, 6), ctypes.c_int64(2), ctypes.c_bool(False)]
-    valid.append(tensor(blocks[2], 0, 3, 4))  # float32 gradient of six rows, int32 indices, K, no padding, result
-
-    def number() -> int:
-        return random.choice([0, 1, -1, 2, 3, 8, random.randrange(-(2**63), 2**63)])
-
-    def handle() -> int:
-        return random.choice([0, *(h or 0 for h in known[-20:]), random.randrange(2**64), 8, 4096])
-
-    while time.monotonic() < end:
-        dims = [random.choice([0, 1, 2, 4, 8, number()]) for _ in range(random.randint(0, 4))]
-        array, rank = (ctypes.c_int64 * 8)(*dims), len(dims)
-        strides = (ctypes.c_int64 * 8)(*[random.choice([1, 2, 8, number()]) for _ in range(8)])
-        data = ctypes.c_void_p(random.choice([*blocks, None, 8, random.randrange(2**48)]))
-        kind, offset = random.randint(-1, 30), ctypes.c_int64(random.choice([0, number()]))
-        lengths = ctypes.c_uint64(rank), ctypes.c_uint64(random.choice([rank, 0, 5]))
-        known.append(meta.aclCreateTensor(array, lengths[0], kind, strides, offset, 2, array, lengths[1], data))
-        if random.random() < 0.3:
-            meta.aclDestroyTensor(ctypes.c_void_p(handle()))
-        name = random.choice(list(SIGNATURES))
-        given: list[Any] = []
-        for parameter in SIGNATURES[name].parameters:
-            match parameter.kind:
-                case "int" | "uint32":
-                    wide = ctypes.c_int64 if parameter.kind == "int" else ctypes.c_uint32
-                    given.append(wide(number() & 0xFFFFFFFF if parameter.kind == "uint32" else number()))
-                case "bool":
-                    given.append(ctypes.c_bool(random.random() < 0.5))
-                case "float":
-                    given.append(ctypes.c_float(random.choice([0.0, 1.0, float("nan"), 1e38])))
-                case "double":
-                    given.append(ctypes.c_double(random.choice([0.0, 1.0, float("nan"), 1e308])))
-                case _:
-                    given.append(ctypes.c_void_p(handle()))
-        if random.random() < 0.5:  # a call that works, with one argument changed or none
-            name, given = "MoeTokenPermuteGrad", list(valid)
-            if random.random() < 0.7:
-                place = random.randrange(len(given))
-                given[place] = ctypes.c_int64(number()) if place == 2 else ctypes.c_void_p(handle())
-        size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-        out = [ctypes.byref(size), ctypes.byref(executor)]
-        status = getattr(ops, f"aclnn{name}GetWorkspaceSize")(*given, *(random.choice([o, o, o, None]) for o in out))
-        refused += status != 0
-        number_of_run = ctypes.c_void_p(executor.value or handle())
-        ran = getattr(ops, f"aclnn{name}")(None, ctypes.c_uint64(0), number_of_run, None)
-        right += status == 0 and ran == 0
-        calls += 3
-    if not right:
-        raise AssertionError("no operator ran: nothing was tried")
-    return calls, f"calls, {refused:,} of the first phases refused, {right:,} operators ran"
-
-
-def threads(end: float) -> Told:
-    """Eight threads with the same inputs."""
+def threads(seconds: float, seed: int) -> Told:
+    """Eight threads, each with every small call in an order of its own, and now and then a whole path."""
     x, logits = torch.randn(300, 512), torch.randn(300, 16)
     expected = path(x, logits, 4)
+    every = [Small() for _ in range(8)]
     counts = [0] * 8
     errors: list[BaseException] = []
+    end = time.monotonic() + seconds
 
     def work(i: int) -> None:
+        order = random.Random(seed + i)
         try:
-            while time.monotonic() < end:
-                for a, b in zip(path(x, logits, 4), expected, strict=True):
-                    same(a, b)
-                counts[i] += 1
+            while time.monotonic() < end and not errors:
+                for _ in range(50):
+                    every[i].check(order.randrange(len(every[i])))
+                same(path(x, logits, 4), expected)
+                counts[i] += 50 + 8
         except BaseException as error:
             errors.append(error)
-            raise
 
-    every = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in every:
+    started = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in started:
         thread.start()
-    for thread in every:
+    for thread in started:
         thread.join()
     if errors:
         raise errors[0]
-    return sum(counts), "whole paths with gradients"
+    return sum(counts), f"calls of {len(every[0])} kinds, at least {min(counts):,} in each thread"
 
 
-def forks(end: float) -> Told:
+def forks(seconds: float, seed: int) -> Told:
     """Four children at a time, while a thread of the parent computes."""
     x, logits = torch.randn(300, 512), torch.randn(300, 16)
     expected = path(x, logits, 4)
@@ -222,6 +210,7 @@ def forks(end: float) -> Told:
     background = threading.Thread(target=busy)
     background.start()
     children = 0
+    end = time.monotonic() + seconds
     try:
         while time.monotonic() < end:
             started = [child for _ in range(4) if (child := _fork(x, logits, expected))]
@@ -258,44 +247,87 @@ class _Stop(BaseException):
     """What the timer raises; no `except Exception` catches it."""
 
 
-def interrupts(end: float) -> Told:
-    """A timer raises at a random line of Python."""
-    armed = False
+@contextmanager
+def _interrupted(after: float) -> Iterator[None]:
+    """A timer raises _Stop inside, unless the body ends first."""
+    armed = True
 
     def ring(number: int, frame: FrameType | None) -> None:
         if armed:
             raise _Stop
 
     signal.signal(signal.SIGALRM, ring)
-    x, logits = torch.randn(2000, 600), torch.randn(2000, 16)  # large enough for recycled memory
-    expected = path(x, logits, 4)
-    start = time.monotonic()
-    path(x, logits, 4)
-    length = time.monotonic() - start
-    hits = 0
+    signal.setitimer(signal.ITIMER_REAL, after)
+    try:
+        yield
+    finally:
+        armed = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def interrupts(seconds: float, seed: int) -> Told:
+    """A timer raises at a random line of Python; small calls, whole paths, and one with recycled memory."""
+    small = Small()
+    wide = torch.randn(1500, 300), torch.randn(1500, 16)  # its rows are larger than the smallest recycled block
+    narrow = torch.randn(16, 64), torch.randn(16, 8)
+
+    def round_of_calls() -> None:
+        for i in random.sample(range(len(small)), 12):
+            small.call(i)
+
+    programs: list[tuple[float, Callable[[], Any]]] = []
+    for program in (round_of_calls, lambda: path(*narrow, 2), lambda: path(*wide, 4)):
+        program()
+        start = time.monotonic()
+        program()
+        programs.append((time.monotonic() - start, program))
+    expected = path(*narrow, 2), path(*wide, 4)
+    hits = tried = 0
+    lines = set()
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
+        large = tried % 16 == 15  # takes a hundred times as long
+        length, program = programs[2 if large else tried % 2]
+        tried += 1
         try:
-            armed = True
-            signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1.2 * length))
-            path(x, logits, 4)
-            armed = False
-        except _Stop:
+            with _interrupted(random.uniform(1e-6, length)):
+                program()
+        except _Stop as stop:
             hits += 1
-        finally:
-            armed = False
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        for a, b in zip(path(x, logits, 4), expected, strict=True):
-            same(a, b)
-    return hits, "interrupts"
+            lines |= set(_lines(stop))
+        small.check(random.randrange(len(small)))
+        same(path(*narrow, 2), expected[0])
+        if large:
+            same(path(*wide, 4), expected[1])
+    del expected
+    gc.collect()
+    if held := moeroute.memory_stats()["in_use_bytes"]:
+        raise AssertionError(f"{held} bytes of recycled memory are held for good")
+    if hits < min(100, seconds):
+        raise AssertionError(f"{hits} interrupts of {tried} programs: too few say nothing")
+    return hits, f"interrupts of {tried:,} programs, at {len(lines):,} different lines of the package"
 
 
-def memory(end: float) -> Told:
+def _lines(error: BaseException) -> Iterator[tuple[str, int]]:
+    """The line of the package that was interrupted, if it was one of the package's."""
+    trace, found = error.__traceback__, None
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if f"{os.sep}moeroute{os.sep}" in name:
+            found = name, trace.tb_lineno
+        trace = trace.tb_next
+    if found:
+        yield found
+
+
+def memory(seconds: float, seed: int) -> Told:
     """A limit 300 MiB above what is in use; calls of up to 1 GiB."""
     small = torch.randn(50, 64), torch.randn(50, 8)
     expected = path(*small, 2)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + (300 << 20), resource.RLIM_INFINITY))
-    calls = refused = 0
+    done = refused = 0
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
             tokens = torch.randn(random.choice([1000, 10_000, 60_000]), 1024)
@@ -304,55 +336,104 @@ def memory(end: float) -> Told:
             moeroute.unpermute(moeroute.permute(tokens, plan), plan)
         except (MemoryError, RuntimeError):
             refused += 1
-        calls += 1
+        done += 1
         moeroute.empty_cache()
-        for a, b in zip(path(*small, 2), expected, strict=True):
-            same(a, b)
-    return calls, f"calls, {refused:,} refused for memory"
+        same(path(*small, 2), expected)
+    return done, f"calls, {refused:,} refused for memory"
 
 
-def leaks(end: float) -> Told:
-    """The resident memory after a third of the time and at the end."""
+LEAK = 8  # MiB
+
+
+def leaks(seconds: float, seed: int) -> Told:
+    """The resident memory after a third of the time and at the end; every small call in turn, and refused ones."""
+    small = Small()
     x, logits = torch.randn(16, 64), torch.randn(16, 8)
+    cheap = [i for i in range(len(small)) if not small.calls[i][0].startswith("nn.")]
 
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    def resident() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
-    begin, calls, before = time.monotonic(), 0, 0
-    while time.monotonic() < end:
-        for _ in range(200):
-            path(x, logits, 2)
-        calls += 200
-        if not before and time.monotonic() - begin > (end - begin) / 3:
-            before = resident()
-    grown = (resident() - before) / 2**20
-    if grown > 8:
-        raise AssertionError(f"{grown:.1f} MiB more after {calls} calls")
-    return calls, f"whole paths with gradients, {max(grown, 0):.1f} MiB more in the last two thirds"
+    done, before = 0, 0.0
+    begin = time.monotonic()
+    while time.monotonic() < begin + seconds:
+        for _ in range(40):
+            for i in cheap:
+                small.call(i)
+        for i in range(len(small)):
+            small.call(i)
+        path(x, logits, 2)
+        for _ in range(10):
+            try:
+                moeroute.permute(x, None)  # type: ignore[arg-type]
+            except (TypeError, ValueError):
+                continue
+            raise AssertionError("no plan was taken")
+        done += 40 * len(cheap) + len(small) + 8 + 10
+        if not before and time.monotonic() - begin > seconds / 3:
+            before, at = resident(), done
+    grown = resident() - before
+    if grown > LEAK:
+        raise AssertionError(f"{grown:.1f} MiB more after {done - at} calls")
+    return done, f"calls of {len(small)} kinds, {max(grown, 0):.1f} MiB more after the last {done - at:,}"
 
 
-def disk(end: float) -> Told:
-    """New processes, an empty folder for kernels, and files that may not grow."""
+def disk(seconds: float, seed: int) -> Told:
+    """New processes that compile kernels: on a disk that gets full, on one for reading only, with a limit on files."""
     code = (
         "import resource, signal, torch, moeroute; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}));"
+        "limit = {limit}; resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit));"
         "plan = moeroute.plan_from_expert_ids(torch.tensor([[0, 1]]), 2);"
         "assert moeroute.unpermute(moeroute.permute(torch.ones(1, 3), plan), plan).tolist() == [[2.0] * 3]"
     )
-    import subprocess
-    import sys
-
-    calls = 0
+    counts = dict.fromkeys(("limited", "full", "for reading only"), 0)
+    left = list(counts)
     with tempfile.TemporaryDirectory() as folder:
-        while calls < 2 or time.monotonic() < end:
-            limit = random.choice([0, 100, 5000, 20_000])
-            environment = {**os.environ, "NUMBA_CACHE_DIR": folder}
-            subprocess.run([sys.executable, "-c", code.format(limit=limit)], env=environment, check=True)
-            calls += 1
-    return calls, "processes"
+        mounted = Path(folder, "mounted")
+        mounted.mkdir()
+        end = time.monotonic() + seconds
+        while any(counts[kind] == 0 for kind in left) or time.monotonic() < end:
+            kind = random.choice(left)
+            limit = random.choice([0, 100, 5000, 20_000]) if kind == "limited" else resource.RLIM_INFINITY
+            program = [sys.executable, "-c", code.format(limit=limit)]
+            environment = {**os.environ, "NUMBA_CACHE_DIR": str(mounted)}
+            if kind == "limited":
+                subprocess.run(program, env={**environment, "NUMBA_CACHE_DIR": folder}, check=True)
+            elif not _on_a_disk("ro" if kind != "full" else f"size={random.choice(SIZES)}k", program, environment):
+                left.remove(kind)
+                continue
+            counts[kind] += 1
+    told = ", ".join(f"{counts[kind]} {words}" for kind, words in _DISKS.items() if kind in left)
+    lacking = "" if len(left) == 3 else "; no full disk, since nothing may be mounted here"
+    return sum(counts.values()), f"processes: {told}{lacking}"
 
 
-EVERY: dict[str, Callable[[float], Told]] = {
-    function.__name__: function
-    for function in (properties, indices, handles, threads, forks, interrupts, memory, leaks, disk)
+SIZES = (4, 16, 64, 128)  # KiB; the kernels of one such process take more
+_DISKS = {
+    "limited": "whose files may not grow",
+    "full": "on a full disk (a tmpfs of 4 to 128 KiB)",
+    "for reading only": "on one for reading only",
 }
+
+
+def _on_a_disk(options: str, program: list[str], environment: dict[str, str]) -> bool:
+    """Run the program with its folder on a tmpfs, in a name space of its own; whether one can be mounted."""
+    script = 'mount -t tmpfs -o "$1" none "$NUMBA_CACHE_DIR" || exit 77; shift; "$@"'
+    own = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh", options]
+    try:
+        done = subprocess.run([*own, *program], env=environment, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return False
+    if done.returncode == 77 or done.stderr.startswith("unshare"):
+        return False
+    if done.returncode != 0:
+        raise AssertionError(f"status {done.returncode} on a disk with {options}: {done.stderr[-500:]}")
+    return True
+
+
+EVERY: dict[str, Callable[[float, int], Told]] = {
+    function.__name__: function
+    for function in (
+        properties, lies, indices, handles, sanitizers, threads, forks, interrupts, memory, leaks, disk
+    )
+}  # fmt: skip

@@ -103,13 +103,18 @@ The last run: `{command}`, {when}.{" A short run finds less than a long one." if
 Of the kinds:
 
 - `sanitizers` compiles all C of this package, the code that cffi makes of it included, and the calling program with
-  `-fsanitize=address,undefined`; the first report ends the program and fails the kind. Nothing is suppressed but the
-  search for leaks, since a Python interpreter that ends leaves memory behind: `leaks` looks for those. Python, torch
-  and the compiled kernels are as installed: of them the sanitizers see allocations and copies, not each access. What a
-  C library cannot check is not tried: pointers to outputs and host memory are null or right. Processes fork from one
-  thread there; beside four threads they fork in `handles`, which is the same program without the sanitizers.
+  `-fsanitize=address,undefined`; the first report ends the program and fails the kind. Two reports are off: of leaks,
+  since a Python interpreter that ends leaves memory behind (`leaks` looks for those), and of sizes that no machine has,
+  which are drawn and must be refused. Python, torch and the compiled kernels are as installed: of them the sanitizers
+  see allocations and copies, not each access. What a C library cannot check is not tried: pointers to outputs and host
+  memory are null or right. Processes fork from one thread there; beside four threads they fork in `handles`, which is
+  the same program without the sanitizers. With both at once a child can hang: a stack that was looked at waits
+  for a lock of the sanitizer's allocator, which another thread held at the fork.
 - `lies` calls functions under other libraries' names with arguments of the declared types and nothing else in common,
-  so most are refused; valid ones are among the cases in `properties`, twice with the default backend.
+  so most are refused; valid ones are among the cases in `properties`, twice with the default backend. In
+  `lies` they may raise ValueError, TypeError, RuntimeError, NotImplementedError or ImportError, whatever the words.
+- `properties` compares two calls where a function takes no backend, only shapes of `nn.Experts` and `nn.Router`, and
+  the routing of `nn.MoE`, whose products are torch's.
 - Not drawn: what `LEFT_OUT` in `tools/torture_calls.py` lists; `moeroute.interop.huggingface`, which needs its host;
   `moeroute.expert_parallel`, `moeroute.testing` and `moeroute.conformance`. The tests have them.
 - Not done: anything on a GPU.

@@ -1,7 +1,7 @@
 /* driver.c's end: a third of the time in one thread, then in four.
  *
  * driver SECONDS SEED [beside]: with the third argument the process forks while its four threads call, else while there
- * is one. The child of a process with AddressSanitizer may wait for ever for a lock of the sanitizer's own allocator. */
+ * is one. Beside threads a child waits for ever for a lock of AddressSanitizer's allocator, if one held it. */
 
 static double end_of_part;
 static uint64_t forks;

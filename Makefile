@@ -1,4 +1,4 @@
-# Two commands do all from a bare clone with Python 3.11+, make and a package index:
+# Two commands do all from a bare clone with Python 3.11, 3.12 or 3.13, make and a package index:
 #   make demo    the same bits everywhere, the operators' speed, and a language model that learns real text
 #   make test    linters, type checker and the whole test suite
 

@@ -90,7 +90,8 @@ def test_metadata(built: Distributions) -> None:
     assert urls.keys() >= {"Repository", "Documentation", "Issues"}
     assert all(url.startswith("https://") for url in urls.values())
     classifiers = built.metadata.get_all("Classifier", [])
-    assert "Programming Language :: Python :: 3.11" in classifiers
+    for python in ("3.11", "3.12", "3.13"):
+        assert f"Programming Language :: Python :: {python}" in classifiers
     assert "Typing :: Typed" in classifiers
     assert built.metadata["Description-Content-Type"] == "text/markdown"
 

@@ -463,9 +463,8 @@ class ExpertParallel(ParallelStyle):
         names = [name for name, found in self.model.named_modules() if found is module] if self.model else []
         layer = names[0] if names else f"experts {self.applied}"
         exchange = ExpertExchange(device_mesh, sizes.pop(), capacity=self.capacity, layer=layer)
-        source = {"src_data_rank": self.src_data_rank} if hasattr(self, "src_data_rank") else {}  # from torch 2.7 on
         for name, parameter in parameters.items():
-            sharded = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)], **source)
+            sharded = distribute_tensor(parameter.detach(), device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         module.__dict__["exchange"] = exchange
         module.__dict__["forward"] = functools.partial(_forward, module, self.overlap)

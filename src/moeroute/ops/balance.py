@@ -29,7 +29,7 @@ _FLOATS = (
     torch.float8_e4m3fnuz,
     torch.float8_e5m2,
     torch.float8_e5m2fnuz,
-    *filter(None, [getattr(torch, "float8_e8m0fnu", None)]),  # since 2.7
+    torch.float8_e8m0fnu,
 )
 
 

@@ -25,10 +25,9 @@ SIDE = 8
 
 def cut(device: str) -> bool:
     """Whether torch cuts the factors of float32 products on a device."""
-    if hasattr(torch._C, "_get_fp32_precision_getter"):  # from torch 2.9 on, where the other question may be an error
-        library = "cuda" if device == "cuda" else "mkldnn"
-        return torch._C._get_fp32_precision_getter(library, "matmul") in ("tf32", "bf16")
-    return torch.get_float32_matmul_precision() != "highest"
+    # torch.get_float32_matmul_precision() raises where the newer setting was used.
+    library = "cuda" if device == "cuda" else "mkldnn"
+    return torch._C._get_fp32_precision_getter(library, "matmul") in ("tf32", "bf16")
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

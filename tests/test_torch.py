@@ -666,8 +666,8 @@ def _in_child(queue: "multiprocessing.Queue[list[float]]") -> None:
     queue.put(outcome(layer, tokens, logits)[0].flatten().tolist())
 
 
-def test_after_fork() -> None:
-    """B112: the parent has threads; the child goes on alone."""
+def _forking() -> None:
+    torch.use_deterministic_algorithms(True)
     tokens, logits = inputs(300)
     expected = outcome(layer, tokens, logits)[0]
     plan = moeroute.plan_from_expert_ids(torch.randint(8, (600, 4)), 8)
@@ -680,6 +680,18 @@ def test_after_fork() -> None:
     child.join(timeout=60)
     assert child.exitcode == 0
     assert_same_bits(torch.tensor(values).reshape(expected.shape), expected)
+
+
+def test_after_fork() -> None:
+    """B112: the parent has threads; the child goes on alone.
+
+    The parent is a process of its own: after a FakeTensorMode, a torch with CUDA that finds no GPU starts autograd's
+    threads for one, and then refuses every backward in a fork. Other tests use that mode.
+    """
+    parent = multiprocessing.get_context("spawn").Process(target=_forking)
+    parent.start()
+    parent.join(timeout=180)
+    assert parent.exitcode == 0
 
 
 def test_a_fork_while_another_thread_compiles() -> None:

@@ -4,8 +4,8 @@
     python tools/matrix.py --only oldest --python 3.11=python3.11
 
 Each row gets a virtual environment under build/matrix, in which the package is installed as a user does it, with the
-row's versions. Results are kept in build/matrix/results.json; docs/versions.md is written from them, and
-The metadata is to admit no version that has not passed.
+row's versions. Results are kept in build/matrix/results.json; docs/versions.md is written from them. The status is 1
+where a row failed, or where all were run and the metadata admits lower or higher versions than those that passed.
 """
 
 import argparse
@@ -16,7 +16,9 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,10 +43,12 @@ class Row(NamedTuple):
     versions: dict[str, str | None]
 
 
+OLDEST = {"torch": "2.10.0", "numpy": "1.26.0", "numba": "0.63.0", "triton": "3.6.0", "llvmlite": None}
+NEWEST = {"torch": "2.14.1", "numpy": None, "numba": None, "triton": None, "llvmlite": None}
 ROWS = (
-    Row("oldest", "3.11", {"torch": "2.6.0", "numpy": "1.26.0", "numba": "0.63.0", "triton": None, "llvmlite": None}),
+    Row("oldest", "3.11", OLDEST),
     Row("pinned", "3.11", {}),
-    Row("newest", "3.11", {"torch": "2.14.1", "numpy": None, "numba": None, "triton": None, "llvmlite": None}),
+    Row("newest", "3.11", NEWEST),
     Row("python-3.12", "3.12", {}),
     Row("python-3.13", "3.13", {}),
 )
@@ -70,7 +74,9 @@ def main() -> int:
             print(f"{row.name}: {result['verdict']}", flush=True)
             file.write_text(json.dumps(results, indent=1))
     PAGE.write_text(page(results))
-    return 1 if any(result.get("passed") is False for result in results.values()) else 0
+    beyond = untried(results) if all(row.name in results for row in ROWS) else []
+    print("\n".join(beyond))
+    return 1 if beyond or any(result.get("passed") is False for result in results.values()) else 0
 
 
 def run(row: Row, python: str | None) -> dict[str, Any]:
@@ -87,7 +93,7 @@ def run(row: Row, python: str | None) -> dict[str, Any]:
     source = FOLDER / f"{row.name}-source"  # setuptools writes into the tree that it builds from
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "out"))
-    installed = pip(environment, "install", "--quiet", "--constraint", str(own), *TOOLS, str(source))
+    installed = pip(environment, "install", "--quiet", "--constraint", str(own), *TOOLS, f"{source}[triton]")
     if installed.returncode != 0:
         why = [line for line in installed.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
         return {"verdict": f"not tried: could not be installed ({why[0].removeprefix('ERROR: ')[:120]})"}
@@ -161,11 +167,53 @@ HEAD = """# Versions tried
 Written by `make matrix` (`python tools/matrix.py`). A row is a virtual environment in which the package was installed
 with these versions and the short suite ran: gating, plans, operators and the layer under torch's tools (compile,
 export, func, autocast, forks, threads); then `moeroute verify --backend cpu`, which has every operator, dtype and mode.
-The metadata of the package still admits more (torch 2.6 and newer, Python 3.11 and newer) than has passed here.
+
+{admits}
 
 | row | Python | torch | numpy | numba | triton | result | tests | bits | when |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
+
+
+def requirements() -> dict[str, str]:
+    """What pyproject.toml admits: a specifier for "python" and each package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = {"python": project["requires-python"]}
+    for line in (*project["dependencies"], *project["optional-dependencies"]["triton"]):
+        name, _, bounds = line.partition(">=")
+        found[name] = f">={bounds}"
+    return found
+
+
+def untried(results: dict[str, Any]) -> list[str]:
+    """For each specifier that admits a minor version lower or higher than those that passed, what is wrong with it."""
+    wrong = []
+    for package, specifier in requirements().items():
+        versions = [r["versions"][package] for r in results.values() if r.get("passed") and package in r["versions"]]
+        minors = sorted(tuple(map(int, version.split(".")[:2])) for version in versions)
+        if not minors:
+            wrong.append(f"{package}{specifier}: no version has passed")
+            continue
+        (least, below), (most, above) = minors[0], minors[-1]
+        proved = f">={least}.{below},<{most}.{above + 1}"
+        if specifier != proved:
+            wrong.append(f"{package}{specifier}: what has passed is {proved}")
+    return wrong
+
+
+def admits(results: dict[str, Any]) -> str:
+    """The paragraph about the metadata."""
+    names = {"python": "Python", "triton": "Triton"}
+    ranges = ", ".join(f"{names.get(name, name)} {specifier}" for name, specifier in requirements().items())
+    told = f"The metadata of the package admits {ranges}. "
+    if wrong := untried(results):
+        told += f"That is not what has passed here ({'; '.join(wrong)})."
+    else:
+        told += (
+            "The lowest and the highest minor version of each has passed here, and none beyond them is admitted; not "
+            "every version between them was tried, nor every patch release."
+        )
+    return textwrap.fill(told, 120)
 
 
 def page(results: dict[str, Any]) -> str:
@@ -177,13 +225,13 @@ def page(results: dict[str, Any]) -> str:
         wanted = [version.get("python", row.python), *(version.get(p, row.versions.get(p) or "–") for p in PACKAGES)]
         told = [result["verdict"], result.get("tests", "–"), result.get("bits", "–"), result.get("date", "–")]
         lines.append("| " + " | ".join([row.name, *wanted, *told]) + " |")
-    return HEAD + "\n".join(lines) + TAIL
+    return HEAD.format(admits=admits(results)) + "\n".join(lines) + TAIL
 
 
 TAIL = """
 
-In Triton's interpreter the tests run where Triton is 3.6 or newer; older ones have kernels on a GPU only, and the tests
-of that backend are skipped. constraints.txt pins a numpy below 2.4, which dynamic ranges in the interpreter need.
+Triton's kernels run in its interpreter in these tests. constraints.txt pins a numpy below 2.4, which dynamic ranges in
+the interpreter need.
 """
 
 

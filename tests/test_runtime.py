@@ -1,4 +1,4 @@
-"""What surrounds the CPU kernels: processors without half precision, threads that cannot start, damaged caches, modes."""
+"""What surrounds the CPU kernels: processors without half precision, threads that cannot start, kernels on disk, modes."""
 
 import ctypes
 import importlib.util
@@ -177,7 +177,7 @@ def test_numba_that_compiles_nothing(imported: str) -> None:
     assert f"not available: {reason}" in said
 
 
-# ---------------------------------------------------------------------------- damaged caches
+# ---------------------------------------------------------------------------- kernels on disk
 
 
 def emptied(file: Path) -> None:
@@ -272,6 +272,37 @@ def test_a_missing_file_is_no_damage(folder: Path) -> None:
     assert compiled_anew()
     assert not compiled_anew()
     assert cache.remarks() == ""
+
+
+LOADED = """
+    import sys, torch
+    torch.set_num_threads(2)
+    from moeroute.ops.numba_kit.launch import SERIAL_WORK
+    from small_kernels import first_negative, needs_memory
+    sizes = torch.full((4,), 7, dtype=torch.int32)
+    for work in (0, SERIAL_WORK):  # memory, threads and exceptions of compiled code
+        needs_memory(None, items=4, work=work, sizes=sizes.data_ptr(), unit=1)
+        try:
+            needs_memory(None, items=4, work=work, sizes=sizes.data_ptr(), unit=1 << 58)
+        except MemoryError:
+            print(sizes.tolist())
+    print("numba.np.linalg" in sys.modules)  # what a compilation imports, needed or not
+    if {another}:
+        values = torch.tensor([3, -1, -2], dtype=torch.int32)
+        print(first_negative(None, items=3, work=0, values=values.data_ptr()))
+"""
+
+
+def test_what_is_compiled_is_loaded_without_the_compiler(tmp_path: Path) -> None:
+    settings = {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parent)}
+    results = "[1, 1, 1, 1]\n[1, 1, 1, 1]\n"
+    script = LOADED.format(another=False)
+    assert run(script, **settings) == f"{results}True\n"
+    assert run(script, **settings) == f"{results}False\n"
+    # A kernel that is not there yet is compiled beside those that were loaded.
+    script = LOADED.format(another=True)
+    assert run(script, **settings) == f"{results}False\n1\n"
+    assert run(script, **settings) == f"{results}False\n1\n"
 
 
 INFO = """

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.runtime import rtsys
 
 SUM_BYTES = 32
 
@@ -66,7 +67,10 @@ class Cache(FunctionCache):
         self.on_miss: Callable[[], None] = lambda: None  # called before a compilation
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = super().load_overload(sig, target_context)
+        # Numba imports here all that a compilation may need: 0.1 s in the first kernel of a process. Compiled code
+        # needs the addresses of Numba's runtime, no more, and a compilation imports the rest itself.
+        rtsys.initialize(target_context)
+        found = self._load_overload(sig, target_context)
         if found is None:
             self.on_miss()
         return found

@@ -199,7 +199,7 @@ def _write_python_side(cffi: type, source: Path) -> None:
     ffi = cffi()
     ffi.embedding_api("".join(f"{prototype.in_python};\n" for prototype in every))
     ffi.cdef("void moeroute_move(uintptr_t, uintptr_t, size_t); void moeroute_fill(uintptr_t, int, size_t);")
-    ffi.cdef("uintptr_t moeroute_new_array(size_t);")
+    ffi.cdef("uintptr_t moeroute_new_array(size_t); int moeroute_python_is_ours(void);")
     ffi.embedding_init_code(
         f"from {MODULE} import ffi, lib\nfrom moeroute.aclnn.library import glue\nglue.attach(ffi, lib)\n"
     )

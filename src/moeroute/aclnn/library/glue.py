@@ -3,11 +3,13 @@
 Imported inside the library only; `attach` is called once, with the library's own ffi.
 """
 
+import functools
+import gc
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from moeroute import aclnn
+from moeroute import aclnn, dispatch
 from moeroute.aclnn import core
 from moeroute.aclnn.library import meta, prototypes, runtime
 from moeroute.aclnn.library.handles import (
@@ -85,6 +87,22 @@ def _first_phase(operator: Operator) -> Callable[..., None]:
     return call
 
 
+@functools.cache
+def _import_kernels() -> None:
+    """What the first operator would import. As at the start (python.c): nothing in it is garbage, now or later."""
+    if dispatch.unavailable("cpu") is not None:
+        return
+    pause = c.python_is_ours and gc.isenabled()
+    if pause:
+        gc.disable()
+    try:
+        dispatch.module("rows", "cpu")
+    finally:
+        if pause:
+            gc.freeze()
+            gc.enable()
+
+
 def _second_phase(operator: Operator) -> Callable[..., None]:
     run = getattr(aclnn, f"aclnn{operator.name}")
 
@@ -107,6 +125,7 @@ def _second_phase(operator: Operator) -> Callable[..., None]:
             raise Failure(INVALID, f"{what}; got {describe(workspace)}")
         if not all(block.alive for block in handle.blocks):
             raise Failure(INVALID, "the tensors' memory must live until the operator has run; got a freed one")
+        _import_kernels()
         status = run(workspace or None, workspace_size, executor, None)
         if status in (0, core.INNER) and not executor.repeatable:  # it ran
             state.objects.pop(number, None)
@@ -133,7 +152,7 @@ def _answer(name: str, returns_status: bool, function: Callable[..., Any]) -> Ca
 
 def attach(ffi: Any, lib: Any) -> None:
     """Give the library's functions their Python side."""
-    c.ffi, c.lib = ffi, lib
+    c.ffi, c.lib, c.python_is_ours = ffi, lib, bool(lib.moeroute_python_is_ours())
     operators: dict[str, Callable[..., Any]] = {}
     for name, signature in SIGNATURES.items():
         operator = _operator(name, signature.parameters)

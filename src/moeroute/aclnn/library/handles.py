@@ -52,6 +52,7 @@ class C:
 
     ffi: Any = None
     lib: Any = None
+    python_is_ours = False  # the program had none before
 
 
 c = C()

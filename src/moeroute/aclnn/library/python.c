@@ -222,6 +222,11 @@ EXPORT void moeroute_python_child_goes_on(void)
     starting = fresh; /* unlocking it is the right of the parent's thread */
 }
 
+static int moeroute_python_is_ours(void)
+{
+    return ours;
+}
+
 static void moeroute_move(uintptr_t to, uintptr_t from, size_t count)
 {
     memmove((void *)to, (const void *)from, count);

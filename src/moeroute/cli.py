@@ -4,8 +4,10 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     aclnn_commands = aclnn.add_subparsers(dest="aclnn_command", required=True, metavar="command")
     build = aclnn_commands.add_parser("build", help="write headers and shared libraries for C and C++ programs")
     build.add_argument("--prefix", type=Path, default=Path("build/aclnn"), help="folder (default: build/aclnn)")
+    build.add_argument(
+        "--warm", action="store_true", help="compile the operators' CPU kernels too, into the cache folder"
+    )
     build.set_defaults(run=_aclnn_build)
 
     chosen = parser.parse_args(arguments)
@@ -130,27 +135,50 @@ def _devices() -> list[str]:
 
 
 def _numba_rows(warm: bool) -> list[tuple[str, str]]:
-    """The threading layer shows after the first parallel call, so one is made."""
-    import time
+    from moeroute.ops.numba_kit import launch
 
-    from moeroute.ops.numba_kit import cache, launch
-
-    for room in dispatch.ROOMS:
-        dispatch.module(room, "cpu")
-    rows = []
-    if warm:
-        start = time.perf_counter()
-        for kernel in launch.Kernel.every:
-            kernel.warm()
-        seconds = time.perf_counter() - start
-        rows.append(("warm", f"{len(launch.Kernel.every)} kernels compiled or loaded in {seconds:.1f} s"))
-    plan = moeroute.plan_from_row_of_slot(torch.arange(2048, dtype=torch.int32), 2048, 2048)
-    moeroute.permute(torch.zeros(2048, 256), plan)
+    rows = [("warm", _warm(dispatch.ROOMS))] if warm else []
+    _start_threads()
     refusal = launch.threads_refusal()
     layer = launch.threading_layer() or "not started (one thread)" if refusal is None else f"none: {refusal}"
+    return [*rows, ("threading layer", layer), ("kernel cache", _kept())]
+
+
+def _warm(rooms: Sequence[str]) -> str:
+    """Compile the kernels of these rooms, or load them from the cache folder, and say so."""
+    from moeroute.ops.numba_kit import launch
+
+    os.environ.setdefault("MOEROUTE_QUIET", "1")  # there is no need to announce each
+    for room in rooms:
+        dispatch.module(room, "cpu")
+    kernels = [kernel for kernel in launch.Kernel.every if kernel.room in rooms]
+    start = time.perf_counter()
+    for done, kernel in enumerate(kernels):
+        _progress(f"compiling kernels: {done} of {len(kernels)} done, {time.perf_counter() - start:.0f} s")
+        kernel.warm()
+    _start_threads()
+    _progress("")
+    return f"{len(kernels)} kernels compiled or loaded in {time.perf_counter() - start:.1f} s"
+
+
+def _progress(line: str) -> None:
+    """The line in place of the one before, where a person looks on."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+
+
+def _start_threads() -> None:
+    """A call large enough for several threads: the threading layer shows, and what divides the work is compiled."""
+    plan = moeroute.plan_from_row_of_slot(torch.arange(2048, dtype=torch.int32), 2048, 2048)
+    moeroute.permute(torch.zeros(2048, 256), plan)
+
+
+def _kept() -> str:
+    """Where compiled kernels are kept; why nowhere."""
+    from moeroute.ops.numba_kit import cache, launch
+
     folder = launch.cache_folder()
-    kept = f"none: {launch.cache_refusal}" if folder is None else folder + cache.remarks()
-    return [*rows, ("threading layer", layer), ("kernel cache", kept)]
+    return f"none: {launch.cache_refusal}" if folder is None else folder + cache.remarks()
 
 
 # ---------------------------------------------------------------------------- verify, cases
@@ -283,4 +311,10 @@ def _aclnn_build(chosen: argparse.Namespace) -> int:
     where = chosen.prefix.resolve()
     print(f"written: {len(files)} files under {where}")
     print(f"use: g++ PROGRAM.cpp -I{where}/include -L{where}/lib -Wl,-rpath,{where}/lib -lascendcl -lnnopbase -lopapi")
+    if chosen.warm:
+        if (reason := dispatch.unavailable("cpu")) is not None:
+            raise SystemExit(f"moeroute aclnn build --warm: there are no CPU kernels ({reason})")
+        # Of the rooms of kernels, the layer's experts are the only one that no aclnn operator enters.
+        print(f"warm: {_warm([room for room in dispatch.ROOMS if room != 'activations'])}")
+        print(f"kernel cache: {_kept()}")
     return 0

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from aclnn_calls import GOOD, workspace_of
+from aclnn_calls import run as run_operator
+from moeroute import cli, dispatch
 from moeroute.aclnn.library import build, prototypes
 from moeroute.aclnn.signatures import SIGNATURES
 
@@ -277,3 +280,46 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(SystemExit, match="needs a Python with a shared library: libpython3"):
         build.build(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------- aclnn build --warm
+
+
+def test_every_kernel_is_warmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the valid calls of all operators need, and no room of kernels that none of them enters."""
+    if (reason := dispatch.unavailable("cpu")) is not None:
+        pytest.skip(reason)
+    from moeroute.ops.numba_kit.launch import Kernel
+
+    warmed: list[Kernel] = []
+    monkeypatch.setattr(Kernel, "warm", lambda kernel: warmed.append(kernel))
+    assert cli.main(["aclnn", "build", "--prefix", str(tmp_path), "--warm"]) == 0
+    printed = capsys.readouterr().out
+    assert f"\nwarm: {len(warmed)} kernels compiled or loaded in " in printed
+    assert "\nkernel cache: " in printed
+    assert (tmp_path / "lib" / "libopapi.so").exists()
+
+    needed: set[Kernel] = set()
+    compile_anew = Kernel._compile
+
+    def noted(kernel: Kernel, key: object) -> None:
+        needed.add(kernel)
+        compile_anew(kernel, key)
+
+    monkeypatch.setattr(Kernel, "_compile", noted)
+    for kernel in Kernel.every:  # as in a new process
+        for key in list(kernel.serial):
+            monkeypatch.delitem(kernel.serial, key)
+    for name, arguments in GOOD.items():
+        run_operator(name, *arguments().values(), workspace=workspace_of(name))
+    assert needed <= set(warmed)
+    assert {kernel.room for kernel in needed} == {kernel.room for kernel in warmed}
+
+
+def test_warm_without_cpu_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "unavailable", {"cpu": "the package numba is not installed"}.get)
+    monkeypatch.setattr(build, "build", lambda prefix: [])
+    with pytest.raises(SystemExit, match=r"--warm: there are no CPU kernels \(the package numba is not installed\)"):
+        cli.main(["aclnn", "build", "--prefix", str(tmp_path), "--warm"])

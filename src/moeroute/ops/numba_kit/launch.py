@@ -261,6 +261,7 @@ class Kernel:
 
     def __init__(self, body: Any, keys: Iterable[Any], parallel: bool) -> None:
         self.name = body.__name__
+        self.room = body.__module__.removeprefix("moeroute.ops.").split(".")[0]
         self.keys = tuple(keys)
         self._body = body
         self._parallel = parallel

@@ -1,7 +1,11 @@
 """The judge: how functions are called, what it looks at beside values, its errors, and what it prints."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -283,20 +287,94 @@ def test_the_page(judgement: Judgement) -> None:
     assert "padding that is not zero" in text
 
 
-def test_the_page_in_a_browser(judgement: Judgement, tmp_path: Path) -> None:
-    """Where a browser is installed: it lays the page out and finds every section."""
-    import shutil
-    import subprocess
+# Put at the page's beginning: nothing may be loaded, and what the browser made of the page is told to the page around.
+PROBE = """<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"><script>
+const found = {errors: []};
+window.addEventListener("error", event => found.errors.push(String(event.message)), true);
+document.addEventListener("securitypolicyviolation", event => found.errors.push("wanted " + event.blockedURI));
+window.addEventListener("load", () => {
+  const boxes = name => Array.from(document.querySelectorAll(name), node => {
+    const box = node.getBoundingClientRect();
+    return [box.x, box.y, box.width, box.height];
+  });
+  for (const name of ["table", "section", "svg", "svg rect", "svg text", "figcaption", "td"]) found[name] = boxes(name);
+  found.window = window.innerWidth;
+  found.room = document.documentElement.clientWidth;
+  found.content = document.documentElement.scrollWidth;
+  found.loaded = performance.getEntriesByType("resource").map(entry => entry.name);
+  const line = document.createElement("pre");
+  line.id = "found";
+  line.textContent = JSON.stringify(found);
+  window.parent.document.body.append(line);
+});
+</script>"""
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
-    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    browser = next((path for name in names if (path := shutil.which(name))), None)
-    if browser is None:
-        pytest.skip("no browser is installed")
-    file = tmp_path / "report.html"
-    file.write_text(pages.html(judgement))
-    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", file.as_uri()]
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    """The program that MOEROUTE_TEST_BROWSER names, else one of the family of Chromium that is installed."""
+    if named := os.environ.get("MOEROUTE_TEST_BROWSER"):
+        return named
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no browser is installed: none of {', '.join(BROWSERS)} on PATH, MOEROUTE_TEST_BROWSER not set")
+    return found
+
+
+def looked_at(browser: str, page: str, width: int, folder: Path) -> dict[str, Any]:
+    """What PROBE finds where the page is shown in this width: in a frame, since windows have a least width."""
+    file = folder / "around.html"
+    assert page.count('<meta charset="utf-8">') == 1
+    probed = page.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{PROBE}')
+    frame = f'<iframe style="border: none" width="{width}" height="900" srcdoc="{escape(probed)}"></iframe>'
+    file.write_text(f'<!DOCTYPE html><meta charset="utf-8"><title>around</title>{frame}', encoding="utf-8")
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={folder / 'profile'}", "--window-size=1400,1000", "--dump-dom", file.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.count("<section>") == len(judgement.failed)
+    _, mark, rest = done.stdout.partition('<pre id="found">')
+    assert mark, done.stderr
+    found: dict[str, Any] = json.loads(unescape(rest.partition("</pre>")[0]))
+    assert found["window"] == width
+    return found
+
+
+@pytest.mark.parametrize("width", (1280, 390), ids=("desk", "telephone"))
+def test_the_page_in_a_browser(judgement: Judgement, browser: str, width: int, tmp_path: Path) -> None:
+    """Every table and picture takes room inside its section, letters can be read, nothing is loaded or goes wrong."""
+    found = looked_at(browser, pages.html(judgement), width, tmp_path)
+    assert found["errors"] == found["loaded"] == []
+    assert found["content"] == found["room"] > width - 30, "the page is not wider than the window"
+    assert len(found["table"]) == 2
+    assert len(found["section"]) == len(judgement.failed) > 40
+    histograms = [verdict.apart for verdict in judgement.failed if verdict.apart.keys() - {"0"}]
+    squares = [verdict.rows for verdict in judgement.failed if verdict.rows]
+    assert len(found["svg"]) == len(found["figcaption"]) == len(histograms) + len(squares) > 40
+    assert len(found["svg rect"]) == sum(map(len, histograms)) + sum(len(rows[:512]) for rows in squares)
+    assert len(found["svg text"]) == 2 * sum(map(len, histograms))
+    for name in ("table", "section", "svg", "svg rect", "svg text", "figcaption", "td"):
+        for box in found[name]:
+            assert box[2] > 0, f"{name}: no width"
+            assert box[3] > 0, f"{name}: no height"
+    for x, y, _, height in found["svg"]:
+        assert any(s[0] < x and s[1] < y and y + height < s[1] + s[3] for s in found["section"])
+    assert min(box[3] for box in found["svg text"]) > 9, "letters of a pixel or five cannot be read"
+
+
+@pytest.mark.parametrize(
+    ("added", "error"),
+    [
+        ('<img src="https://example.invalid/picture.png">', "wanted https://example.invalid/picture.png"),
+        ("<script>nobody()</script>", "Uncaught ReferenceError: nobody is not defined"),
+    ],
+)
+def test_the_browser_sees_what_goes_wrong(
+    judgement: Judgement, browser: str, added: str, error: str, tmp_path: Path
+) -> None:
+    page = pages.html(judgement).replace("<h1", f"{added}<h1", 1)
+    assert error in looked_at(browser, page, 1280, tmp_path)["errors"]
 
 
 def test_pictures() -> None:

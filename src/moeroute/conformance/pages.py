@@ -20,9 +20,16 @@ td:first-child, th:first-child { text-align: left; }
 .good { color: #2d6a4f; }
 section { border: 1px solid #ddd; border-radius: 6px; padding: .4rem 1rem; margin: 1rem 0; }
 h3 { font-size: 1rem; margin: .4rem 0; overflow-wrap: anywhere; }
+th { vertical-align: bottom; }
+th[colspan] { text-align: center; border-bottom: none; }
+.second th { text-align: right; }
+ul { padding-left: 1.4rem; }
 li { overflow-wrap: anywhere; }
-svg { max-width: 100%; height: auto; display: block; margin: .5rem 0; }
+figure { margin: .5rem 0; }
+figcaption { font-size: .85rem; color: #555; }
+svg { max-width: 100%; height: auto; display: block; margin: .2rem 0 .5rem; }
 .scroll { overflow-x: auto; }
+.scroll svg { max-width: none; }
 """
 
 
@@ -58,9 +65,10 @@ def _text(words: str) -> str:
 
 def _operators(judgement: "Judgement") -> str:
     head = "".join(
-        f"<th>{name}</th>"
-        for name in ("operator", "cases", "passed", "not asked", "worst ulps", "largest", "mean", "RMS error / ours")
+        f'<th rowspan="2">{name}</th>' for name in ("operator", "cases", "passed", "not asked", "worst ulps")
     )
+    head += '<th colspan="3">errors / ours</th></tr><tr class="second">'
+    head += "".join(f"<th>{name}</th>" for name in ("largest", "mean", "RMS"))
     rows = []
     for name, count, passed, left, worst, largest in operators(judgement):
         quotients = largest.ratios.quotients() if largest is not None and largest.ratios is not None else None
@@ -96,8 +104,16 @@ def _case(verdict: "Verdict") -> str:
         ratios = (
             f"<p>errors against float64, divided by ours: largest {largest:.3g}, mean {mean:.3g}, RMS {rms:.3g}</p>"
         )
-    pictures = histogram_picture(verdict.apart) + rows_picture(verdict.rows)
+    pictures = ""
+    if histogram := histogram_picture(verdict.apart):
+        pictures += _figure("elements by their distance in ulps", f'<div class="scroll">{histogram}</div>')
+    if squares := rows_picture(verdict.rows):
+        pictures += _figure("rows", squares)
     return f"<section><h3>{_text(verdict.case)}</h3><ul>{items}{remarks}</ul>{ratios}{pictures}</section>"
+
+
+def _figure(caption: str, picture: str) -> str:
+    return f"<figure><figcaption>{caption}</figcaption>{picture}</figure>"
 
 
 def histogram_picture(apart: dict[str, int]) -> str:

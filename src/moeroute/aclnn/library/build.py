@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import NoReturn
 
+import torch
+
 from moeroute.aclnn.library import prototypes
 
 MODULE = "_moeroute_acl"
@@ -207,11 +209,27 @@ def _write_python_side(cffi: type, source: Path) -> None:
     strings = {
         "PYTHON_EXECUTABLE": os.path.abspath(sys.executable),
         "PYTHON_VERSION": sysconfig.get_python_version(),
+        "START": (HERE / "start.py").read_text(),
+        "TRIED_TORCH": _tried_torch(),
     }
     defines = "".join(f"#define {name} {_c_string(value)}\n" for name, value in strings.items())
     ffi.set_source(MODULE, defines + (HERE / "python.c").read_text())
     with contextlib.redirect_stdout(io.StringIO()):  # it says what it writes
         ffi.emit_c_code(str(source))
+
+
+def _tried_torch() -> str:
+    """This torch's version, where the operators' import leaves out what start.py says, and an import brings it back."""
+    version = str(torch.__version__)
+    trial = f"""{(HERE / "start.py").read_text()}
+import_torch({version!r})
+import moeroute.aclnn
+assert LATE not in sys.modules
+import torch._meta_registrations, torch._decomp
+assert torch._decomp.meta_table
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", trial], capture_output=True, check=False)
+    return version if done.returncode == 0 else ""
 
 
 def _wrappers(library: str) -> str:

@@ -108,6 +108,20 @@ static void freeze(void)
     PyGC_Enable();
 }
 
+/* start.py, of which no Python is the library's but one that it starts itself. */
+static int import_torch(void)
+{
+    PyObject *names = PyDict_New(), *done = NULL, *function;
+    if (names != NULL && PyDict_SetItemString(names, "__builtins__", PyEval_GetBuiltins()) == 0)
+        done = PyRun_String(START, Py_file_input, names, names);
+    function = done ? PyDict_GetItemString(names, "import_torch") : NULL;
+    Py_XDECREF(done);
+    done = function ? PyObject_CallFunction(function, "s", TRIED_TORCH) : NULL;
+    Py_XDECREF(done);
+    Py_XDECREF(names);
+    return done != NULL;
+}
+
 static void start_python(void)
 {
     PyGILState_STATE state = PyGILState_UNLOCKED;
@@ -128,7 +142,7 @@ static void start_python(void)
     /* What is imported stays, and looking through it for garbage, now and later, would cost a tenth of the start. */
     if (ours)
         PyGC_Disable();
-    glue = PyImport_ImportModule("moeroute.aclnn.library.glue");
+    glue = !ours || import_torch() ? PyImport_ImportModule("moeroute.aclnn.library.glue") : NULL;
     if (ours)
         freeze();
     if (glue == NULL)

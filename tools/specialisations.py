@@ -137,19 +137,26 @@ def distinct(launches: Iterable[Specialisation]) -> list[Specialisation]:
 
 
 def cover(found: Iterable[Specialisation]) -> list[Specialisation]:
-    """A few that have, of each kernel, each type, constant and alignment of each argument at least once."""
+    """A few that have, of each kernel, each type, constant and alignment of each argument at least once.
+
+    The next one is always that with the most that none before it had; of equals the first.
+    """
+    features = {one: _features(one) for one in found}
     kept: list[Specialisation] = []
-    seen: set[tuple[str, Any]] = set()
-    for one in found:
-        features = {
-            (one.kernel, feature)
-            for feature in (
-                *one.signature,
-                *((name, str(value)) for name, value in one.named_constants.items()),
-                *((name, name in one.divisible) for name, _ in one.signature),
-            )
-        }
-        if features - seen:
-            kept.append(one)
-            seen |= features
+    while features:
+        best = max(features, key=lambda one: len(features[one]))
+        kept.append(best)
+        seen = features.pop(best)
+        features = {one: left for one, had in features.items() if (left := had - seen)}
     return kept
+
+
+def _features(one: Specialisation) -> set[tuple[str, Any]]:
+    return {
+        (one.kernel, feature)
+        for feature in (
+            *one.signature,
+            *((name, str(value)) for name, value in one.named_constants.items()),
+            *((name, name in one.divisible) for name, _ in one.signature),
+        )
+    }

@@ -10,6 +10,7 @@ from torch import Tensor
 from moeroute import check
 from moeroute.dtypes import LARGEST
 
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 Result = TypeVar("Result")
 
 
@@ -21,6 +22,9 @@ class PlanTensors(NamedTuple):
     slot_offsets: Tensor | None
     expert_of_slot: Tensor | None
     num_tokens: int
+
+
+_as_tensors = PlanTensors._make
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +128,7 @@ class RoutingPlan:
     @property
     def tensors(self) -> PlanTensors:
         """What kernels take."""
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             return _tensors(self)
         found: PlanTensors | None = self.__dict__.get("_tensors")
         if found is None:
@@ -335,7 +339,7 @@ def _plan_of(fields: dict[str, Any]) -> RoutingPlan:
 
 
 def _tensors(plan: RoutingPlan) -> PlanTensors:
-    return PlanTensors(plan.row_of_slot, plan.slot_of_row, plan.slot_offsets, plan.expert_of_slot, plan.num_tokens)
+    return _as_tensors((plan.row_of_slot, plan.slot_of_row, plan.slot_offsets, plan.expert_of_slot, plan.num_tokens))
 
 
 def expect_plan(operator: str, plan: Any) -> None:

@@ -137,7 +137,7 @@ def gating_topk(
     eps = _check_scalar(operator, "eps", eps, logits.dtype)
     if weights_dtype is None:
         weights_dtype = wide(logits)
-        if isinstance(out, tuple | list) and len(out) == 3 and isinstance(out[0], Tensor):
+        if out is not None and isinstance(out, tuple | list) and len(out) == 3 and isinstance(out[0], Tensor):
             weights_dtype = out[0].dtype
     if weights_dtype is not torch.float32:
         check.float_dtype(operator, "weights_dtype", weights_dtype, _result_dtypes(logits))

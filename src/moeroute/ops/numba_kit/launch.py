@@ -356,14 +356,19 @@ def _launch(kernel: "Kernel", parameters: list[tuple[str, Any]]) -> Callable[...
     """
     fields = [kind for _, annotation in parameters for kind in _fields(annotation)]
     letters = "".join("Q" if isinstance(kind, Keyed) else _field(kind)[0] for kind in fields)
-    values = ", ".join(f"*{name}" if isinstance(annotation, type) else name for name, annotation in parameters)
-    names = ", ".join(name for name, _ in parameters)
+    values = {
+        name: [f"{name}_{i}" for i in range(len(_fields(annotation)))] if isinstance(annotation, type) else [name]
+        for name, annotation in parameters
+    }
+    taken = "".join(f"        {', '.join(found)}, = {name}\n" for name, found in values.items() if found != [name])
+    packed = f"pack({', '.join(value for found in values.values() for value in found)})"
     source = f"""
 def make(pack, serial, run):
-    def launch(key, *, items, work, {names}):
+    def launch(key, *, items, work, {", ".join(values)}):
+{taken}
         if work < SERIAL_WORK and key in serial:
-            return serial[key](pack({values}), 0, items)
-        return run(key, items, work, pack({values}))
+            return serial[key]({packed}, 0, items)
+        return run(key, items, work, {packed})
     return launch
 """
     made: dict[str, Any] = {}

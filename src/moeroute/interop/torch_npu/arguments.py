@@ -18,6 +18,7 @@ from moeroute.ops.experts import autocast_is_on
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_T = TypeVar("_T")
 
 FUNCTIONS: dict[str, Callable[..., object]] = {}
 """Every function of torch_npu that is built, by its name: filled by `npu_function`, read by `install`."""
@@ -98,6 +99,11 @@ def unavailable(function: str, argument: str, value: object, what: str = "") -> 
     """The error for a value that is legal in torch_npu and not built here."""
     meaning = f" ({what})" if what else ""
     return NotImplementedError(f"{function}: {argument}={value}{meaning} is not available on a CPU")
+
+
+def or_default(value: _T | None, default: _T) -> _T:
+    """The value of an optional argument: a None that is passed means the default, as one that is left out does."""
+    return default if value is None else value
 
 
 def dtype_of(function: str, argument: str, value: torch.dtype | int) -> torch.dtype:

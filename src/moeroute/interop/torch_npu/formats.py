@@ -8,7 +8,9 @@ _ND = 2
 
 
 @npu_function
-def npu_format_cast(self: Tensor, acl_format: int, customize_dtype: int | None = None) -> Tensor:
+def npu_format_cast(
+    self: Tensor, acl_format: int, customize_dtype: int | None = None, input_dtype: int | None = None
+) -> Tensor:
     """The tensor itself, whatever the format: its logical shape and values are what the other functions look at."""
     return self
 
@@ -20,6 +22,8 @@ def get_npu_format(self: Tensor) -> int:
 
 
 @npu_function
-def npu_format_cast_(self: Tensor, acl_format: int) -> Tensor:
+def npu_format_cast_(
+    self: Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
+) -> Tensor:
     """The tensor itself, as `npu_format_cast`."""
     return self

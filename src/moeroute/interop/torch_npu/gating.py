@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moeroute import check
-from moeroute.interop.torch_npu.arguments import npu_function, refused
+from moeroute.interop.torch_npu.arguments import npu_function, or_default, refused
 from moeroute.ops.gating.op import GroupScore, Score, gating_topk, gating_topk_backward
 from moeroute.ops.hash_routing import look_up_expert_ids
 
@@ -158,7 +158,12 @@ def npu_moe_gating_top_k_softmax(
 @npu_function
 @torch.no_grad()
 def npu_moe_gating_top_k_softmax_v2(
-    x: Tensor, *, k: int = 1, finished: Tensor | None = None, renorm: int = 0, output_softmax: bool = False
+    x: Tensor,
+    *,
+    k: int = 1,
+    finished: Tensor | None = None,
+    renorm: int | None = 0,
+    output_softmax: bool | None = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest values of the float32 softmax, or with renorm 1 the softmax over the k largest values of x.
 
@@ -174,6 +179,7 @@ def npu_moe_gating_top_k_softmax_v2(
     """
     name = "npu_moe_gating_top_k_softmax_v2"
     tokens = _tokens(name, x, finished)
+    renorm = or_default(renorm, 0)
     if renorm not in (0, 1):
         raise refused(name, "renorm", "0 or 1", renorm, "renorm must be 0 or 1")
     score: Score = "topk_softmax" if renorm else "softmax"

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from moeroute import check, memory
 from moeroute.dtypes import wide
-from moeroute.interop.torch_npu.arguments import dtype_of, npu_function, refused, unavailable, without_autocast
+from moeroute.interop.torch_npu.arguments import (
+    dtype_of,
+    npu_function,
+    or_default,
+    refused,
+    unavailable,
+    without_autocast,
+)
 from moeroute.interop.torch_npu.groups import ENDS, PAIRS, SIZES, Segment, by_group, consecutive, segments
 from moeroute.interop.torch_npu.products import Products, carried, check_scale_types, tensors_of
 from moeroute.ops.experts import grouped_linear, grouped_outer
@@ -88,6 +95,7 @@ def npu_grouped_matmul(
         A list: y_g for each group, or one tensor, [M, N] or [G, M, N]. Rows behind the last group are 0.
     """
     function = "npu_grouped_matmul"
+    split_item, group_list_type = or_default(split_item, 0), or_default(group_list_type, ENDS)
     for name, value in (
         ("activation_input", activation_input),
         ("activation_quant_scale", activation_quant_scale),
@@ -122,7 +130,7 @@ def npu_grouped_matmul(
         antiquant_scale=antiquant_scale,
         antiquant_offset=antiquant_offset,
         per_token_scale=per_token_scale,
-        act_type=act_type or 0,
+        act_type=or_default(act_type, 0),
         output_dtype=x[0].dtype if output_dtype is None else dtype_of(function, "output_dtype", output_dtype),
         blocks=blocks,
     )

@@ -6,7 +6,14 @@ from torch import Tensor
 from moeroute import check
 from moeroute.dtypes import FLOATS
 from moeroute.interop.torch_npu.activation import swiglu
-from moeroute.interop.torch_npu.arguments import dtype_of, npu_function, refused, unavailable, without_autocast
+from moeroute.interop.torch_npu.arguments import (
+    dtype_of,
+    npu_function,
+    or_default,
+    refused,
+    unavailable,
+    without_autocast,
+)
 from moeroute.interop.torch_npu.grouped_matmul import grouped_rows
 from moeroute.interop.torch_npu.groups import ENDS, PAIRS, SIZES, Segment, segments
 from moeroute.interop.torch_npu.mx import as_e8m0, floor_blocks
@@ -72,11 +79,11 @@ def npu_grouped_matmul_swiglu_quant_v2(
     smooth_scale: Tensor | None = None,
     weight_assist_matrix: list[Tensor] | None = None,
     bias: Tensor | None = None,
-    dequant_mode: int = 0,
-    dequant_dtype: int | torch.dtype = 0,
-    quant_mode: int = 0,
-    quant_dtype: int | torch.dtype = 1,
-    group_list_type: int = 0,
+    dequant_mode: int | None = 0,
+    dequant_dtype: int | torch.dtype | None = 0,
+    quant_mode: int | None = 0,
+    quant_dtype: int | torch.dtype | None = 1,
+    group_list_type: int | None = 0,
     tuning_config: list[int] | None = None,
     x_dtype: int | torch.dtype | None = None,
     weight_dtype: int | torch.dtype | None = None,
@@ -112,6 +119,8 @@ def npu_grouped_matmul_swiglu_quant_v2(
         [M, n] and the scales, float32 [M], or MX float8_e8m0fnu [M, ceil(n / 64), 2]; zero for rows of no group.
     """
     function = "npu_grouped_matmul_swiglu_quant_v2"
+    dequant_mode, quant_mode = or_default(dequant_mode, 0), or_default(quant_mode, 0)
+    group_list_type = or_default(group_list_type, ENDS)
     for name, value in (("weight_assist_matrix", weight_assist_matrix), ("bias", bias)):
         if value is not None:
             raise unavailable(function, name, "a tensor")
@@ -124,11 +133,11 @@ def npu_grouped_matmul_swiglu_quant_v2(
             raise unavailable(function, name, mode)
     if blocks and smooth_scale is not None:
         raise unavailable(function, "smooth_scale", "a tensor", "with blocks of 32")
-    if dequant_dtype not in (0, 6, torch.float32):
+    if dequant_dtype not in (None, 0, 6, torch.float32):
         raise unavailable(function, "dequant_dtype", dequant_dtype)
     if group_list_type not in (ENDS, SIZES, PAIRS):
         raise refused(function, "group_list_type", "0, 1 or 2", group_list_type)
-    dtype = dtype_of(function, "quant_dtype", quant_dtype)
+    dtype = dtype_of(function, "quant_dtype", torch.int8 if quant_dtype is None else quant_dtype)
     if dtype not in tuple(LARGEST)[:3]:
         raise refused(function, "quant_dtype", "int8, float8_e5m2 or float8_e4m3fn", quant_dtype)
     (x,) = carried(function, "x_dtype", [x], x_dtype)
@@ -263,6 +272,7 @@ def npu_grouped_matmul_finalize_routing(
         float32 [T, N].
     """
     function = "npu_grouped_matmul_finalize_routing"
+    group_list_type = or_default(group_list_type, SIZES)
     check.tensor(function, "x", x)
     check.shaped(function, "w", w, (None, None, None))
     if dtype is not None and dtype_of(function, "dtype", dtype) is not torch.float32:
@@ -280,7 +290,7 @@ def npu_grouped_matmul_finalize_routing(
         function, x, [w], [scale], pertoken_scale, group_list, group_list_type, _FINALIZE_NAMES, biases, offsets
     )
     num_rows = x.shape[0]
-    num_tokens = check.integer(function, "output_bs", output_bs or 0, 0) or num_rows
+    num_tokens = check.integer(function, "output_bs", or_default(output_bs, 0), 0) or num_rows
     used = found[-1].stop if found else 0
     check.shaped(function, "row_index", row_index, (num_rows,))
     if row_index.dtype not in (torch.int32, torch.int64):
@@ -297,9 +307,8 @@ def npu_grouped_matmul_finalize_routing(
         check.shaped(function, "shared_input", shared_input, (None, values.shape[1]))
         check.floating(function, "shared_input", shared_input)
         last = num_tokens - shared_input.shape[0]
-        first = check.integer(function, "shared_input_offset", shared_input_offset or 0, 0, max(last, 0))
+        first = check.integer(function, "shared_input_offset", or_default(shared_input_offset, 0), 0, max(last, 0))
         if last < 0:
             raise check.wrong_shape(function, "shared_input", f"of at most {num_tokens} rows", shared_input)
-        weight = 1.0 if shared_input_weight is None else shared_input_weight
-        out[first : first + shared_input.shape[0]] += shared_input.float() * weight
+        out[first : first + shared_input.shape[0]] += shared_input.float() * or_default(shared_input_weight, 1.0)
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 from moeroute import check
 from moeroute.dtypes import LARGEST
 from moeroute.interop.torch_npu import mx
-from moeroute.interop.torch_npu.arguments import INT4, dtype_of, npu_function, refused, unavailable
+from moeroute.interop.torch_npu.arguments import INT4, dtype_of, npu_function, or_default, refused, unavailable
 from moeroute.ops.half_quantization import quantize_half
 from moeroute.ops.indices.op import plan_from_row_of_slot, plan_from_segments
 from moeroute.ops.init_routing import column_routing, first_rows, slots_by_expert, spread_int8, used_pairs
@@ -219,8 +219,8 @@ def npu_moe_finalize_routing(
     scales: Tensor | None,
     expanded_src_to_dst_row: Tensor,
     export_for_source_row: Tensor | None,
-    drop_pad_mode: int = 0,
-    k: int = 1,
+    drop_pad_mode: int | None = 0,
+    k: int | None = 1,
 ) -> Tensor:
     """out[t] = skip1[t] + skip2[t] + sum over j of scales[t, j] * (rows[row of (t, j)] + bias[expert of (t, j)]).
 
@@ -247,8 +247,8 @@ def npu_moe_finalize_routing(
     hidden = rows.shape[-1]
     rows = rows.reshape(-1, hidden) if rows.numel() else rows.new_empty(rows.shape[:-1].numel(), hidden)
     check.shaped(name, "expanded_src_to_dst_row", index, (None,))
-    _one_of(name, "drop_pad_mode", drop_pad_mode, (0, 1, 2, 3))
-    topk = k
+    mode = _one_of(name, "drop_pad_mode", or_default(drop_pad_mode, 0), (0, 1, 2, 3))
+    topk = or_default(k, 1)
     if scales is not None:
         check.shaped(name, "scales", scales, (None, None))
         topk = scales.shape[1]
@@ -256,7 +256,7 @@ def npu_moe_finalize_routing(
     num_tokens = index.shape[0] // topk if scales is None else scales.shape[0]
     if index.shape[0] != num_tokens * topk:
         raise refused(name, "expanded_src_to_dst_row", f"[N * K] = {num_tokens} * {topk}", list(index.shape))
-    by_row = drop_pad_mode in (2, 3)
+    by_row = mode in (2, 3)
     index = index.view(num_tokens, topk) if by_row else index.view(topk, num_tokens).t()
     if bias is not None:
         check.shaped(name, "bias", bias, (None, hidden))

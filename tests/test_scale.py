@@ -27,17 +27,36 @@ def test_by_hand() -> None:
     assert found.loads.tolist() == [13, 7, 5, 6, 17]
     assert found.weights.tolist() == [2 * 3 * 16 * 12 * 4 * n for n in (2, 2, 1)]
     assert found.saved.tolist() == [2 * (r * (16 + 3 * 12) + 16 * 16) * 4 for r in (20, 11, 17)]
-    assert found.transient.tolist() == [2 * max(r, 16) * 16 * 4 for r in (20, 11, 17)]
+    assert found.transient.tolist() == [(r + 16) * 16 * 4 for r in (20, 11, 17)]
     rows = [2 * (4 + 8), 2 * (16 + 11), 2 * (16 + 17)]
     sizes = [(10 + 9) * 8, (10 + 9) * 8, (10 + 10) * 8]
     assert found.traffic.tolist() == [2 * (r * 16 * 4 + s) for r, s in zip(rows, sizes, strict=True)]
     less = scale.plan(scale.Layout(**SIZES, dtype="float32", layers=2, recompute="activation"), counts)
     assert (found.saved - less.saved).tolist() == [2 * r * 12 * 4 for r in (20, 11, 17)]
+    assert less.transient.tolist() == [max((r + 16) * 16, r * (16 + 3 * 12) - 16 * 16) * 4 for r in (20, 11, 17)]
     few = scale.plan(scale.Layout(**SIZES, dtype="float32", capacity=3), counts)
     assert few.received.tolist() == [18, 18, 9]
     assert few.dropped == 6 + 13 + 4
     assert few.loads.tolist() == [6, 6, 4, 5, 4]
     assert few.traffic.tolist() == [2 * (leaving + arriving) * 64 for leaving, arriving in ((9, 12), (9, 12), (12, 6))]
+
+
+@pytest.mark.parametrize(
+    "recompute, alone, apart",
+    [("", 8 + 9, 8 + 9), ("activation", 8 + 6, 8 + 6), ("permute", 9, 8 + 9), ("both", 6, 8 + 6)],
+)
+def test_recompute(recompute: str, alone: int, apart: int) -> None:
+    """H = 8, I = 3, 10 rows: what is kept of each in the experts. Rows from other ranks, or with a capacity, stay."""
+    sizes: dict[str, Any] = {"tokens": 10, "hidden": 8, "intermediate": 3, "experts": 2, "topk": 1, "dtype": "float64"}
+
+    def saved(counts: list[list[int]], **more: Any) -> list[int]:
+        layout = scale.Layout(**sizes, ranks=len(counts), recompute=recompute, **more)
+        found: list[int] = scale.plan(layout, np.array(counts)).saved.tolist()
+        return found
+
+    assert saved([[4, 6]]) == [10 * (alone + 8) * 8]
+    assert saved([[4, 6], [4, 6]]) == [(8 * apart + 10 * 8) * 8, (12 * apart + 10 * 8) * 8]
+    assert saved([[4, 6]], capacity=5) == [10 * (apart + 8) * 8]
 
 
 def test_thousands_of_ranks() -> None:

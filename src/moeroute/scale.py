@@ -13,6 +13,7 @@ import torch
 
 from moeroute import check
 from moeroute.dtypes import FLOATS, LARGEST
+from moeroute.nn.experts import RECOMPUTE
 
 HEADER = 8  # numbers before the counts, in the message of sizes
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
@@ -32,7 +33,8 @@ class Layout:
         ranks: W.
         dtype: of weights, rows and gradients: "bfloat16", for instance.
         layers: expert layers of the model.
-        recompute: "" or "activation": silu(gate) * up is computed again in backward.
+        recompute: "", or what backward makes again, as in `nn.MoE`: "activation", silu(gate) * up; "permute", the rows,
+            which a single rank gathers again, while rows that came from other ranks are kept; or "both".
         capacity: None, or rows that each rank sends to each expert, see `expert_parallel.ExpertExchange`.
     """
 
@@ -55,7 +57,7 @@ class Layout:
         if self.topk > self.experts:
             raise check.wrong_value(operator, "topk", f"at most {self.experts}, as experts", self.topk)
         check.one_of(operator, "dtype", self.dtype, tuple(DTYPES))
-        check.one_of(operator, "recompute", self.recompute, ("", "activation"))
+        check.one_of(operator, "recompute", self.recompute, ("", *RECOMPUTE))
         if self.capacity is not None:
             check.integer(operator, "capacity", self.capacity, 0, LARGEST)
 
@@ -75,12 +77,14 @@ class Plan:
     """What a step of all layers costs. R: rows that a rank receives for its experts, S: rows that it sends, its own
     included in both; b: bytes of a number.
 
-    Bytes of a rank, for each layer but the transient ones:
+    Bytes of a rank, for each layer but the transient ones; tokens [T, H] are the model's and not counted:
 
     - ``weights``, ``gradients``: 3 H I b for each of its experts
-    - ``saved``: R (H + 3 I) b for the experts' gradients, R (H + 2 I) b with ``recompute="activation"``, and S H b for
-      the gate's
-    - ``transient``: 2 max(R, S) H b, of one layer
+    - ``saved``: R (H + 3 I) b for the experts' gradients and S H b for the gate's. ``recompute="activation"`` takes
+      R I b off, ``"permute"`` R H b, though only with one rank and no capacity, and ``"both"`` the sum
+    - ``transient``: the most that one layer holds beside what is saved: in forward (R + S) H b, the rows that were sent
+      and those that come back, 0 with one rank; where backward begins S H b; inside it max(H + I, 2 I) R b - S H b, or
+      (H + 3 I) R b - S H b where it makes the activation again
 
     Traffic of a step, as bytes that a rank sends to others: rows travel four times a layer (dispatch and combine,
     forward and backward), and the numbers of rows once, unless there is a capacity.
@@ -105,13 +109,32 @@ class Plan:
     def saved(self) -> Counts:
         """[W] bytes that forward keeps for backward."""
         layout = self.layout
-        width = layout.hidden + (2 if layout.recompute else 3) * layout.intermediate
+        width = 2 * layout.intermediate
+        if not self._activation_again:
+            width += layout.intermediate
+        if layout.recompute not in ("permute", "both") or not self._alone:
+            width += layout.hidden
         return (self.received * width + self.sent * layout.hidden) * layout.itemsize * layout.layers
 
     @property
     def transient(self) -> Counts:
-        """[W] bytes at the peak of one layer."""
-        return 2 * np.maximum(self.received, self.sent) * self.layout.hidden * self.layout.itemsize
+        """[W] bytes at the peak of one layer, beside what is saved."""
+        layout = self.layout
+        hidden, intermediate = layout.hidden, layout.intermediate
+        width = hidden + 3 * intermediate if self._activation_again else max(hidden + intermediate, 2 * intermediate)
+        sent = self.sent * hidden
+        forward = 0 * sent if self._alone else sent + self.received * hidden
+        return np.maximum(np.maximum(forward, sent), self.received * width - sent) * layout.itemsize
+
+    @property
+    def _activation_again(self) -> bool:
+        """Whether backward makes the activation again."""
+        return self.layout.recompute in ("activation", "both")
+
+    @property
+    def _alone(self) -> bool:
+        """Whether rows do not travel."""
+        return self.layout.ranks == 1 and self.layout.capacity is None
 
     @property
     def memory(self) -> Counts:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from moeroute import report, scale
+from moeroute.nn.experts import RECOMPUTE
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, required=True, help=about)
     parser.add_argument("--layers", type=int, default=1, help="expert layers (default: 1)")
     parser.add_argument("--dtype", choices=tuple(scale.DTYPES), default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--recompute", choices=("", "activation"), default="", help="what backward computes again")
+    again = "what backward makes again; permute changes something with one rank only (default: nothing)"
+    parser.add_argument("--recompute", choices=RECOMPUTE, default="", help=again)
     parser.add_argument("--capacity", type=int, help="rows that each rank sends to each expert")
     parser.add_argument("--skew", type=float, default=0.0, help="of the drawn routing: 0 (default) none, 1 Zipf's law")
     parser.add_argument("--seed", type=int, default=0, help="of the drawn routing (default: 0)")

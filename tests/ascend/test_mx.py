@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeroute.interop.torch_npu import mx, npu_grouped_matmul, npu_grouped_matmul_swiglu_quant_v2
+from moeroute.interop.torch_npu import (
+    mx,
+    npu_grouped_matmul,
+    npu_grouped_matmul_finalize_routing,
+    npu_grouped_matmul_swiglu_quant_v2,
+)
 
 Array = npt.NDArray[Any]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -394,6 +399,88 @@ def test_grouped_matmul_of_lists() -> None:
     near(joined, np.concatenate([times_scales(*rows[i]) @ matrices[i] for i in range(2)]), torch.float32)
 
 
+@pytest.mark.parametrize("out", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [[5, 0, 65, 64, 0, 66], [32], [0, 0], [1, 31, 33]])
+@pytest.mark.parametrize("left, right", [(E4M3, E4M3), (E5M2, E4M3)])
+def test_grouped_matmul_of_parts(left: torch.dtype, right: torch.dtype, sizes: list[int], out: torch.dtype) -> None:
+    """The gradient of the weights: every group's rows begin a block, whose scales lie at first // 64 + group."""
+    total = sum(sizes) + 3  # rows behind the last group
+    generator = torch.Generator().manual_seed(4)
+
+    def rows(width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Array]:
+        elements, _ = drawn(total, width, dtype, width)
+        scale = torch.randint(120, 134, (total // 64 + len(sizes), width, 2), generator=generator).to(torch.uint8)
+        exact = np.zeros((total, width))
+        for group, size in enumerate(sizes):
+            start = sum(sizes[:group])
+            for row in range(start, start + size):
+                number = (row - start) // 32
+                byte = scale[start // 64 + group + number // 2, :, number % 2]
+                exact[row] = decoded(elements)[row] * 2.0 ** (byte.double().numpy() - 127)
+        return elements, scale, exact
+
+    x, x_scale, x_exact = rows(7, left)
+    grad, grad_scale, grad_exact = rows(5, right)
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    expected = np.stack([x_exact[a:b].T @ grad_exact[a:b] for a, b in zip(starts, ends, strict=True)])
+    for list_type, group_list in ((0, torch.from_numpy(ends)), (1, torch.tensor(sizes))):
+        (got,) = npu_grouped_matmul(
+            [x.view(torch.uint8).t().view(left)], [grad], scale=[grad_scale], per_token_scale=[x_scale.transpose(0, 1)],
+            scale_dtype=293, per_token_scale_dtype=293, group_list=group_list, group_list_type=list_type, group_type=2,
+            split_item=3, output_dtype=out,
+        )  # fmt: skip
+        near(got, expected, out)
+
+
+def test_gradients_of_a_product_in_blocks() -> None:
+    """What is quantised down the rows and multiplied is near the gradient of the weights, as plain torch finds it."""
+    generator = torch.Generator().manual_seed(6)
+    x, grad = torch.randn(150, 6, generator=generator), torch.randn(150, 4, generator=generator)
+    ends = torch.tensor([40, 40, 150])
+    (x_fp8, x_scale), (grad_fp8, grad_scale) = (
+        mx.npu_grouped_dynamic_mx_quant(rows, ends, dst_type=24) for rows in (x, grad)
+    )
+    (got,) = npu_grouped_matmul(
+        [x_fp8.t()], [grad_fp8], scale=[grad_scale], per_token_scale=[x_scale.transpose(0, 1)], scale_dtype=293,
+        per_token_scale_dtype=293, group_list=ends, group_type=2, split_item=3, output_dtype=torch.float32,
+    )  # fmt: skip
+    weight = torch.zeros(3, 6, 4, requires_grad=True)
+    product = torch.cat([x[:40] @ weight[0], x[40:] @ weight[2]])
+    (expected,) = torch.autograd.grad(product, weight, grad)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.1 * 110**0.5)
+    assert not got[1].any()
+
+
+def test_finalize_routing_of_blocks() -> None:
+    """The product of MX blocks with a bias, weighted, at its token; the shared expert's rows on top."""
+    x, x_scale = drawn(6, 96, E4M3, 8)
+    weight, scale, matrices = weights_of(2, 96, 5, E5M2)
+    bias = torch.randn(2, 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    logit, tokens = torch.tensor([0.5, 1.0, 2.0, 0.25, 1.0, 3.0]), torch.tensor([1, 0, 1, 3, 0, 3])
+    shared = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0]]).bfloat16()
+    exact = times_scales(x, x_scale)
+    product = np.concatenate([exact[:4] @ matrices[0], exact[4:] @ matrices[1]])
+    product += np.repeat(bias.double().numpy(), [4, 2], 0)
+    expected = np.zeros((4, 5))
+    np.add.at(expected, tokens.numpy(), logit.double().numpy()[:, None] * product)
+    expected[2] += 0.5 * np.array([1.0, 2.0, 3.0, 4.0, 5.0])
+    options: dict[str, Any] = {
+        "bias": bias, "shared_input": shared, "logit": logit, "row_index": tokens, "shared_input_weight": 0.5,
+        "shared_input_offset": 2, "output_bs": 4,
+    }  # fmt: skip
+    got = npu_grouped_matmul_finalize_routing(
+        x, weight, torch.tensor([4, 2]), scale=scale, pertoken_scale=x_scale, scale_dtype=293, pertoken_scale_dtype=293,
+        **options,
+    )  # fmt: skip
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got.double(), torch.from_numpy(expected), rtol=1e-6, atol=1e-6 * np.abs(expected).max())
+    again = npu_grouped_matmul_finalize_routing(
+        x, weight, torch.tensor([4, 2]), scale=scale.view(E8M0), pertoken_scale=x_scale.view(E8M0), **options
+    )
+    assert torch.equal(again, got)
+
+
 @pytest.mark.parametrize("modes", [{}, {"dequant_mode": 2, "quant_mode": 2}])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("width", [32, 72])
@@ -445,6 +532,10 @@ MX_ONE: dict[str, Any] = {
         ("per_token_scale must be given with the other", {"per_token_scale": None}),
         ("scale must be given with the other", {"scale": None}),
         ("scale_dtype must be the type of the scales", {"scale": [torch.ones(2, 1, 6, 2)], "scale_dtype": 293}),
+        (
+            r"scale must be \[\(T // 64 \+ G, N, 2\)\] = \[\(3, 6, 2\)\]; got",
+            {"group_type": 2, "x": [torch.ones(4, 64).to(E4M3)], "weight": [torch.ones(64, 6).to(E4M3)]},
+        ),
         ("offset must be None", {"offset": [torch.ones(2, 6)]}),
         ("output_dtype must be", {"output_dtype": None}),
     ],
@@ -458,7 +549,7 @@ def test_grouped_matmul_refuses(phrase: str, arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "phrase, arguments",
     [
-        ("with group_type 2", {"group_type": 2, "x": [torch.ones(4, 64).to(E4M3)], "weight": [torch.ones(64, 6).to(E4M3)]}),
+        ("with group_type 2 and several weights or pairs", {"group_type": 2, "x": [torch.ones(4, 64).to(E4M3)], "weight": [torch.ones(2, 6).to(E4M3)] * 2, "split_item": 0}),
         ("with torch.bfloat16", {"x": [torch.zeros(4, 64).bfloat16()], "weight": [torch.zeros(2, 64, 6).bfloat16()]}),
     ],
 )  # fmt: skip

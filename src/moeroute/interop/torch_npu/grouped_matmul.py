@@ -20,7 +20,13 @@ from moeroute.interop.torch_npu.arguments import (
     without_autocast,
 )
 from moeroute.interop.torch_npu.groups import ENDS, PAIRS, SIZES, Segment, by_group, consecutive, segments
-from moeroute.interop.torch_npu.products import Products, carried, check_scale_types, tensors_of
+from moeroute.interop.torch_npu.products import (
+    Products,
+    block_scales_unavailable,
+    carried,
+    check_scale_types,
+    tensors_of,
+)
 from moeroute.ops.experts import grouped_linear, grouped_outer
 
 ROWS, REDUCTION, LISTS = 0, 2, -1
@@ -69,13 +75,14 @@ def npu_grouped_matmul(
         bias: [(E, N)] or E of [N], of x's type or float32; int32 too, added to the integers, for int8.
         scale: for 8-bit numbers, [(E, N)] or E of [N], or one number for each expert, [(E,)] or [(E, 1)]. Float, or
             int64 whose low 32 bits are a float32. For float8 with MX blocks of 32 along K: float8_e8m0fnu
-            [(E, ceil(K / 64), N, 2)], or E of [ceil(K / 64), N, 2]; not with group_type 2.
+            [(E, ceil(K / 64), N, 2)], or E of [ceil(K / 64), N, 2]; with group_type 2, as
+            `npu_grouped_dynamic_mx_quant` makes them, [(T // 64 + G, N, 2)].
         offset: as scale, added after the factors.
         antiquant_scale: for a quantised weight, of scale's shapes or [(E, S, N)] for S parts of K: the weight is
             (w + offset) · scale, rounded to x's type.
         antiquant_offset: as antiquant_scale.
         per_token_scale: for 8-bit numbers, [(M,)] or [(M, 1)], or one number for each expert, [(E,)]. With MX blocks
-            [(M, ceil(K / 64), 2)].
+            [(M, ceil(K / 64), 2)], or [(M, T // 64 + G, 2)] with group_type 2.
         group_list: ends, sizes or pairs, see `group_list_type`. As a list of ints: ends, and group_type 0.
         activation_input: not available.
         activation_quant_scale: not available.
@@ -336,7 +343,12 @@ def _of_reduction(
         found = segments(function, "group_list", group_list, list_type, total)
     in_order = by_group(found, len(found))
     widths = [products.width(weight[group if separate else 0]) for group, _, _ in in_order]
-    products.sort_parameters(widths, [num_rows], or_of_groups=True)
+    if products.kind == "MX":
+        if separate or list_type == PAIRS:
+            raise block_scales_unavailable(function, "with group_type 2 and several weights or pairs")
+        products.sort_block_parts(found)
+    else:
+        products.sort_parameters(widths, [num_rows], or_of_groups=True)
     if products.plain and not separate and list_type != PAIRS:
         counts = torch.tensor([stop - start for _, start, stop in found], dtype=torch.int64, device=x[0].device)
         return [grouped_outer(x[0].t(), weight[0], counts)]

@@ -19,6 +19,7 @@ from torch import Tensor
 from moeroute import check
 from moeroute.dtypes import FLOATS, wide
 from moeroute.interop.torch_npu.arguments import FLOAT8_E8M0FNU, INT4, dtype_of, refused, unavailable
+from moeroute.interop.torch_npu.groups import Segment
 from moeroute.interop.torch_npu.mx import scaled_product
 from moeroute.interop.torch_npu.quantization import rounded, unpacked
 
@@ -101,7 +102,7 @@ class Products:
         act_type: the number of an activation.
         output_dtype: of the results.
         blocks: whether the scales are of MX blocks: scale [P, N, 2] of each matrix and per_token_scale [m, P, 2] of
-            each tensor of rows, with P = ceil(K / 64).
+            each tensor of rows, with P = ceil(K / 64), or those of `sort_block_parts`.
         names: what the function calls its weight, scale and per_token_scale, for errors.
     """
 
@@ -197,8 +198,6 @@ class Products:
 
     def refuse_for_reduction(self) -> None:
         """Neither a bias nor a weight of other numbers goes with parts of the summed axis."""
-        if self.kind == "MX":
-            raise block_scales_unavailable(self.function, "with group_type 2")
         if self.kind == "weight-only" or self._given["bias"] is not None:
             wanted = "None, and the weight not of integers alone, for group_type 2"
             raise refused(self.function, "bias", wanted, f"a weight of {self.weight[0].dtype}")
@@ -267,12 +266,38 @@ class Products:
         for scale, x in zip(tokens, self.x, strict=True):
             if scale.shape != (x.shape[:-1].numel(), -(-x.shape[-1] // 64), 2):
                 raise check.wrong_shape(function, name, wanted, scale)
-        for name, tensors in (("scale", scales), ("per_token_scale", tokens)):
-            for tensor in tensors:
-                if tensor.dtype not in (_BLOCK_SCALE, torch.uint8, torch.int8):
-                    raise check.wrong_dtype(function, self.name(name), "float8_e8m0fnu, as the other scale", tensor)
-        self._blocks = [scale.view(torch.uint8) for scale in scales]
-        self._token_blocks = [scale.view(torch.uint8) for scale in tokens]
+        self._blocks = self._scale_bytes("scale", scales)
+        self._token_blocks = self._scale_bytes("per_token_scale", tokens)
+
+    def sort_block_parts(self, parts: list[Segment]) -> None:
+        """The scale bytes of parts of the summed axis, which lie as `npu_grouped_dynamic_mx_quant` puts them.
+
+        Args:
+            parts: of T, ascending, one for each group.
+        """
+        pairs = self.x[0].shape[1] // 64 + len(parts)
+        for name, shape, letters in (
+            ("scale", (pairs, self.weight[0].shape[1], 2), "T // 64 + G, N, 2"),
+            ("per_token_scale", (self.x[0].shape[0], pairs, 2), "M, T // 64 + G, 2"),
+        ):
+            scales = self._given[name] or []
+            if [tuple(scale.shape) for scale in scales] != [shape]:
+                wanted = f"[({letters})] = [{shape}]"
+                raise refused(self.function, self.name(name), wanted, [list(scale.shape) for scale in scales])
+        (scale,) = self._scale_bytes("scale", self._given["scale"] or [])
+        (tokens,) = self._scale_bytes("per_token_scale", self._given["per_token_scale"] or [])
+        firsts = [start // 64 + group for group, start, _ in parts]
+        counts = [-(-(stop - start) // 64) for _, start, stop in parts]
+        places = [slice(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+        self._bias = self._scale = self._offset = None
+        self._blocks = [scale[place] for place in places]
+        self._token_blocks = [tokens[:, place] for place in places]
+
+    def _scale_bytes(self, name: str, scales: list[Tensor]) -> list[Tensor]:
+        for tensor in scales:
+            if tensor.dtype not in (_BLOCK_SCALE, torch.uint8, torch.int8):
+                raise check.wrong_dtype(self.function, self.name(name), "float8_e8m0fnu, as the other scale", tensor)
+        return [scale.view(torch.uint8) for scale in scales]
 
     def write(self, group: int, rows: Tensor, matrix: Tensor, tokens: slice, out: Tensor) -> None:
         """rows [m, K] @ matrix [K, N] into out [m, N]; `tokens` are the places of the rows among all."""

@@ -19,7 +19,6 @@ from moeroute.interop.torch_npu.groups import ENDS, PAIRS, SIZES, Segment, segme
 from moeroute.interop.torch_npu.mx import as_e8m0, floor_blocks
 from moeroute.interop.torch_npu.products import (
     Products,
-    block_scales_unavailable,
     carried,
     check_scale_types,
     tensors_of,
@@ -250,10 +249,10 @@ def npu_grouped_matmul_finalize_routing(
         x: int8 or float8 [M, K].
         w: [E, K, N], likewise.
         group_list: [E] sizes (`group_list_type` 1) or ends (0) of the groups of rows. Rows of no group are left out.
-        scale: [E, N], as for `npu_grouped_matmul`.
+        scale: [E, N], as for `npu_grouped_matmul`; MX: float8_e8m0fnu [E, ceil(K / 64), N, 2].
         bias: [E, N].
         offset: [E, N].
-        pertoken_scale: [M].
+        pertoken_scale: [M]; MX: [M, ceil(K / 64), 2].
         shared_input: [S, N] float: rows of the shared expert, for the tokens from `shared_input_offset` on.
         logit: [M] weights; None: 1.
         row_index: int32 or int64 [M], the token of each row.
@@ -282,12 +281,11 @@ def npu_grouped_matmul_finalize_routing(
     if scale is None or row_index is None:
         raise refused(function, "scale" if scale is None else "row_index", "a tensor", None)
     tokens = None if pertoken_scale is None else [pertoken_scale]
-    if check_scale_types(function, [scale], scale_dtype, tokens, pertoken_scale_dtype):
-        raise block_scales_unavailable(function, "blocks of 32")
+    blocks = check_scale_types(function, [scale], scale_dtype, tokens, pertoken_scale_dtype)
     (x,), (w,) = carried(function, "x_dtype", [x], x_dtype), carried(function, "w_dtype", [w], w_dtype)
     biases, offsets = (None if value is None else [value] for value in (bias, offset))
     values, found, _ = _product(
-        function, x, [w], [scale], pertoken_scale, group_list, group_list_type, _FINALIZE_NAMES, biases, offsets
+        function, x, [w], [scale], pertoken_scale, group_list, group_list_type, _FINALIZE_NAMES, biases, offsets, blocks
     )
     num_rows = x.shape[0]
     num_tokens = check.integer(function, "output_bs", or_default(output_bs, 0), 0) or num_rows

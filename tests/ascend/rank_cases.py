@@ -42,8 +42,9 @@ class Case:
     experts: int = 8
     shared: int = 1
     shared_ranks: int = 0
-    quant: bool = False
+    quant: int = 0
     scales: bool = False
+    static: str = "experts"  # what has a factor of its own with quant 1: "all", "columns", "experts"
     mask: int = 0  # axes
     cumulative: bool = False
     shared_x: bool = False
@@ -144,12 +145,20 @@ class Case:
         """Of scales and factors: the shared experts come first."""
         return -expert - 1 if expert < 0 else self.columns + expert
 
+    def static_factors(self) -> Tensor:
+        factors = 40 * self.common["scales"]
+        return {"all": factors[0, :1], "columns": factors[0], "experts": factors}[self.static]
+
     def travelled(self, source: int, token: int, expert: int) -> tuple[Tensor, Tensor]:
         """A row as it arrives, and its scale."""
         row = self.inputs[source]["x"][token]
         if not self.quant:
             return row, torch.tensor(0.0)
         values = row.float()
+        if self.quant == 1:
+            factors = self.static_factors()
+            values = values * (factors[self.table_row(expert)] if factors.ndim == 2 else factors)
+            return torch.round(values).clamp(-128, 127).to(torch.int8), torch.tensor(0.0)
         if self.scales:
             values = values * self.common["scales"][self.table_row(expert)]
         scale = values.abs().max() / 127
@@ -157,7 +166,7 @@ class Case:
 
     def worked(self, row: Tensor, scale: Tensor, expert: int) -> Tensor:
         """What the "expert" makes of a row: a product with a vector of its own."""
-        values = row.float() * (scale if self.quant else 1.0)
+        values = row.float() * (scale if self.quant == 2 else 1.0)
         return (values * self.common["factors"][self.table_row(expert)]).to(self.dtype)
 
     def expected(self, rank: int) -> Tensor:
@@ -205,9 +214,9 @@ def check(case: Case, rank: int, version: int, group: str = "ep") -> None:
     rows, scales, index, numbers, totals, tp, weights = dispatch(
         mine["x"],
         mine["ids"].to(torch.int32 if version == 1 else torch.int64),
-        scales=common["scales"] if case.scales else None,
+        scales=case.static_factors() if case.quant == 1 else common["scales"] if case.scales else None,
         expert_scales=mine["weights"] if case.shared_x else None,
-        quant_mode=2 if case.quant else 0,
+        quant_mode=case.quant,
         expert_token_nums_type=0 if case.cumulative else 1,
         **options,
     )
@@ -223,7 +232,7 @@ def check(case: Case, rank: int, version: int, group: str = "ep") -> None:
         counts[number, source] += 1
         worked[row] = case.worked(rows[row], wanted_scales[row], expert)
     same(rows, wanted_rows)
-    if case.quant:
+    if case.quant == 2:
         assert scales is not None
         same(scales, wanted_scales)
     else:
@@ -264,11 +273,14 @@ def cases(world: int) -> list[Case]:
     every = [
         Case(world),
         Case(world, F16, cumulative=True, shared_x=True),
-        Case(world, F32, quant=True, scales=True),
-        Case(world, F16, hidden=33, quant=True),
+        Case(world, F32, quant=2, scales=True),
+        Case(world, F16, hidden=33, quant=2),
+        Case(world, quant=1),
+        Case(world, F32, hidden=33, quant=1, static="columns", mask=2),
+        Case(world, F16, quant=1, static="all", shared_x=True),
         Case(world, mask=1, shared_x=True),
         Case(world, F32, mask=2),
-        Case(world, quant=True, mask=2, shared_x=True),
+        Case(world, quant=2, mask=2, shared_x=True),
         Case(world, tokens=[(5 * rank + 3) % 7 for rank in range(world)], global_bs=8 * world),
         Case(world, tokens=[0]),
         Case(world, topk=1, experts=world, first_choices=1),
@@ -276,7 +288,7 @@ def cases(world: int) -> list[Case]:
         Case(world, F32, zero=2),
         Case(world, F16, experts=4, zero=1, copy=2, const=2, shared_x=True),
         Case(world, F32, experts=4, copy=1, const=1, mask=1, tokens=[9]),
-        Case(world, quant=True, scales=True, experts=4, zero=1, copy=1, mask=2),
+        Case(world, quant=2, scales=True, experts=4, zero=1, copy=1, mask=2),
     ]
     for shared, shared_ranks in ((1, 1), (1, 2), (2, 2), (1, 3), (3, 3)):
         if shared_ranks < world:
@@ -284,7 +296,8 @@ def cases(world: int) -> list[Case]:
             some: dict[str, Any] = {"experts": experts, "shared": shared, "shared_ranks": shared_ranks, "topk": 2}
             every += [
                 Case(world, F32, **some, shared_x=True),
-                Case(world, F32, **some, quant=True, scales=True, mask=1),
+                Case(world, F32, **some, quant=2, scales=True, mask=1),
+                Case(world, F32, **some, quant=1),
                 Case(world, F16, **some, tokens=[r + 1 for r in range(world)], mask=2, global_bs=world * world),
                 Case(world, **some, zero=1, copy=1, const=1, cumulative=True),
             ]
@@ -478,7 +491,8 @@ def run(world: int, rank: int, meet: str) -> None:
         groups(rank)
     if world > 1:
         dist.destroy_process_group()
-    print("same", flush=True)
+    sys.stdout.write("same\n")  # at once: print writes the end of the line apart where Python does not buffer
+    sys.stdout.flush()
 
 
 def main(world: int, meet: str) -> int:

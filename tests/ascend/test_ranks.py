@@ -97,6 +97,20 @@ def test_worked_numbers_of_int8() -> None:
     assert scales.tolist() == [1, 0, 2, 0]
 
 
+def test_worked_numbers_of_static_int8() -> None:
+    """scales multiply, ties go to even, and what is too large is cut; no scales come back."""
+    x = torch.tensor([[1.25, -100.0], [0.5, 100.0]])
+    ids = torch.tensor([[1, 0], [0, 1]])
+    options: dict[str, Any] = ONE | {"moe_expert_num": 2, "quant_mode": 1}
+    factors = torch.tensor([[1.0, 1.0], [2.0, 2.0]])
+    rows, scales, *_ = npu_moe_distribute_dispatch_v2(x, ids, scales=factors, **options)
+    assert rows.dtype is torch.int8
+    assert rows.tolist() == [[1, -100], [0, 100], [2, -128], [1, 127]]
+    assert scales is None
+    rows, *_ = npu_moe_distribute_dispatch(x, ids, scales=torch.tensor([2.0, 0.1]), **options)
+    assert rows.tolist() == [[2, -10], [1, 10], [2, -10], [1, 10]]
+
+
 def test_special_experts() -> None:
     """Ids from 1 on: one that is zero, one that copies, one that is 3 x + 2 v."""
     options = ONE | {"moe_expert_num": 1, "zero_expert_num": 1, "copy_expert_num": 1, "const_expert_num": 1}
@@ -210,7 +224,7 @@ NOT_BUILT: list[tuple[Any, dict[str, Any], str]] = [
     (dispatch, {"quant_mode": 4}, "npu_moe_distribute_dispatch_v2: quant_mode=4 is not available"),
     (dispatch, {"y_dtype": 24}, "npu_moe_distribute_dispatch_v2: y_dtype=24 (this has torch.float32) is not"),
     (dispatch, {"y_dtype": 290}, "npu_moe_distribute_dispatch_v2: y_dtype=290 (HiFloat8) is not available"),
-    (dispatch_1, {"quant_mode": 1}, "npu_moe_distribute_dispatch: quant_mode=1 is not available"),
+    (dispatch_1, {"quant_mode": 3}, "npu_moe_distribute_dispatch: quant_mode=3 is not available"),
     (combine, {"comm_quant_mode": 2}, "npu_moe_distribute_combine_v2: comm_quant_mode=2 is not available on a CPU"),
     (combine, {"comm_alg": "hierarchy"}, "npu_moe_distribute_combine_v2: comm_alg='hierarchy' is not available"),
     (combine, {"elastic_info": ANY}, "npu_moe_distribute_combine_v2: elastic_info=a tensor is not available"),
@@ -234,7 +248,12 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (dispatch, {"shared_expert_rank_num": 1}, "shared_expert_rank_num must be in 0..0, below the world size; got 1"),
     (dispatch, {"shared_expert_num": -1}, "shared_expert_num must be at least 0; got -1"),
     (dispatch, {"zero_expert_num": -1}, "zero_expert_num must be at least 0; got -1"),
-    (dispatch, {"quant_mode": 9}, "quant_mode must be 0 or 2; got 9"),
+    (dispatch, {"quant_mode": 9}, "quant_mode must be 0, 1 or 2; got 9"),
+    (dispatch, {"quant_mode": 1}, "scales must be given with quant_mode 1; got None"),
+    (dispatch, {"quant_mode": 1, "x": X.int()}, "x must be float16, bfloat16 or float32 with quant_mode 1"),
+    (dispatch, {"quant_mode": 1, "scales": torch.ones(3)}, "scales must be of shape [3, H]; got [3]"),
+    (dispatch, {"quant_mode": 1, "scales": torch.ones(3, 1)}, "scales must be float32 [.., 2]"),
+    (dispatch, {"quant_mode": 2, "scales": torch.ones(2)}, "scales must be of shape [3, H]; got [2]"),
     (dispatch, {"quant_mode": 2, "x": X.int()}, "x must be float16, bfloat16 or float32 with quant_mode 2"),
     (dispatch, {"scales": torch.ones(3, 2)}, "scales must be None with quant_mode 0; got a tensor"),
     (dispatch, {"scales": torch.ones(2, 2), "quant_mode": 2}, "scales must be of shape [3, H]; got [2, 2]"),

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moeroute import check
 from moeroute.dtypes import FLOATS
 from moeroute.interop.torch_npu.arguments import dtype_of, npu_function, refused, unavailable
 from moeroute.interop.torch_npu.process_groups import Ranks, dtype_number, ranks_of
 from moeroute.interop.torch_npu.process_groups import register_group as register_group
+from moeroute.interop.torch_npu.quantization import rounded
 from moeroute.interop.torch_npu.ranks_layout import (
     Experts,
     active_slots,
@@ -37,6 +39,7 @@ from moeroute.permutation import permute
 
 ASSIST = 128  # int32 numbers of a row in the assist info; three are used: source rank, token, slot
 
+_PLAIN, _STATIC, _DYNAMIC = range(3)
 Seven = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -117,10 +120,11 @@ def npu_moe_distribute_dispatch_v2(
     x is [N, H], expert_ids [N, K]; ids from moe_expert_num on are the special experts, which get nothing. Tokens, or
     slots, that x_active_mask [N] or [N, K] switches off are not sent; a token without any goes to no shared expert.
     With quant_mode 2 rows travel as int8; scales [moe_expert_num, H], with shared experts [J + moe_expert_num, H], the
-    shared ones first, then multiply x. Ranks with different N need global_bs: the world size times the largest.
+    shared ones first, then multiply x. With quant_mode 1 rows are int8 too, x times scales, which may be [1] or [H].
+    Ranks with different N need global_bs: the world size times the largest.
 
     Returns:
-        (rows [A, H], by expert, source rank, token and slot; their scales, float32 [A], or None without quant_mode;
+        (rows [A, H], by expert, source rank, token and slot; their scales, float32 [A], or None but for quant_mode 2;
         assist info, int32 [A * 128], for `npu_moe_distribute_combine_v2`; the rows of each expert of this rank, int64
         [El], summed up with expert_token_nums_type 0; running totals of the rows from every rank, expert by expert,
         int32 [El * ranks]; an empty tensor; expert_scales of the rows, float32 [A], 1 for a shared expert's, or an
@@ -204,18 +208,18 @@ def _dispatch(
         check_known(function, expert_ids, active_slots(function, mask, expert_ids), experts.experts, experts.special)
         if expert_scales is not None:
             check_like_ids(function, "expert_scales", expert_scales, expert_ids)
-        if quant_mode in (1, 3, 4):
+        if quant_mode in (3, 4):
             raise unavailable(function, "quant_mode", quant_mode)
-        if quant_mode not in (0, 2):
-            raise refused(function, "quant_mode", "0 or 2", quant_mode)
+        if quant_mode not in (_PLAIN, _STATIC, _DYNAMIC):
+            raise refused(function, "quant_mode", "0, 1 or 2", quant_mode)
         if quant_mode and x.dtype not in FLOATS[:3]:
-            raise refused(function, "x", "float16, bfloat16 or float32 with quant_mode 2", x.dtype)
+            raise refused(function, "x", f"float16, bfloat16 or float32 with quant_mode {quant_mode}", x.dtype)
         if scales is not None and not quant_mode:
             raise refused(function, "scales", "None with quant_mode 0", "a tensor")
+        if scales is None and quant_mode == _STATIC:
+            raise refused(function, "scales", "given with quant_mode 1", None)
         if scales is not None:
-            check_rows(function, "scales", scales, layout.columns + layout.experts)
-            if scales.shape[1] != x.shape[1] or not scales.is_floating_point():
-                raise refused(function, "scales", f"float32 [.., {x.shape[1]}]", f"{scales.dtype} {list(scales.shape)}")
+            _check_scales(function, scales, x, layout.columns + layout.experts, quant_mode)
         if expert_token_nums_type not in (0, 1):
             raise refused(function, "expert_token_nums_type", "0 or 1", expert_token_nums_type)
         return {
@@ -246,7 +250,12 @@ def _dispatch(
     slots, columns = plan.slot_of_row, max(places.shape[1], 1)
     note = torch.zeros(plan.num_rows, 4, dtype=torch.int32, device=x.device)
     note[:, 0], note[:, 1] = slots // columns, slots % columns
-    if quant_mode:
+    if quant_mode == _STATIC and scales is not None:
+        factors = scales.float()
+        if factors.ndim == 2:
+            factors = layout.of_places(factors)[plan.expert_of_row]
+        rows = rounded(permute(x, plan).float() * factors, torch.int8)
+    elif quant_mode:
         rows, row_scales = spread_quantized(
             x, plan, smooth=None if scales is None else layout.of_places(scales.float())
         )
@@ -266,12 +275,22 @@ def _dispatch(
     place = torch.where(row >= 0, row - (sent.cumsum(0) - sent)[places.clamp(min=0)], -1)
     return _Received(
         permute(ranks.exchange(rows, sends, receives, room), by_expert),
-        _floats(note[:, 2]) if quant_mode else None,
+        _floats(note[:, 2]) if quant_mode == _DYNAMIC else None,
         torch.cat([pad(source, (0, room - len(source)))[:, None], note[:, :2]], 1).to(torch.int32),
         place[:, : expert_ids.shape[1]].flatten().to(torch.int32),
         counts,
         torch.zeros(0, device=x.device) if expert_scales is None else _floats(note[:, 3]),
     )
+
+
+def _check_scales(function: str, scales: Tensor, x: Tensor, rows: int, quant_mode: int) -> None:
+    check.tensor(function, "scales", scales)
+    width = x.shape[1]
+    for_all = quant_mode == _STATIC and tuple(scales.shape) in ((1,), (width,))
+    if not for_all:
+        check_rows(function, "scales", scales, rows)
+    if not scales.is_floating_point() or (scales.shape[-1] != width and not for_all):
+        raise refused(function, "scales", f"float32 [.., {width}]", f"{scales.dtype} {list(scales.shape)}")
 
 
 def _floats(bits: Tensor) -> Tensor:

@@ -224,18 +224,18 @@ def test_the_smallest_and_largest_of_float32(rule: str) -> None:
 
 
 @pytest.mark.parametrize("dst_type, dtype", [(292, E4M3), (291, E5M2)])
-@pytest.mark.parametrize("axis", [-1, -2, 0, 1])
-def test_any_axis(axis: int, dst_type: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("axis, block_size", [(-1, 32), (-2, 32), (0, 32), (1, 32), (-1, 64), (0, 96), (2, 1024)])
+def test_any_axis_and_size(axis: int, block_size: int, dst_type: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     values = torch.randn(70, 33, 128, generator=generator).to(torch.bfloat16)
-    elements, scale = mx.npu_dynamic_mx_quant(values, axis=axis, dst_type=dst_type)
+    elements, scale = mx.npu_dynamic_mx_quant(values, axis=axis, dst_type=dst_type, block_size=block_size)
     size = values.shape[axis]
     shape = list(values.shape)
-    shape[axis] = -(-size // 64)
+    shape[axis] = -(-size // (2 * block_size))
     assert scale.shape == (*shape, 2)
     expected = np.zeros((*shape, 2), np.uint8)
-    for block in range(-(-size // 32)):
-        here = torch.arange(32 * block, min(32 * block + 32, size))
+    for block in range(-(-size // block_size)):
+        here = torch.arange(block_size * block, min(block_size * (block + 1), size))
         part = values.index_select(axis, here).movedim(axis, -1).double().numpy()
         codes, byte = quantized(part, dtype, "floor")
         found = elements.view(torch.uint8).index_select(axis, here).movedim(axis, -1).contiguous().view(dtype)
@@ -580,7 +580,6 @@ X = torch.ones(4, 8)
 NOT_BUILT = [
     (lambda: mx.npu_dynamic_mx_quant(X), "npu_dynamic_mx_quant: dst_type=296 (float4_e2m1fn_x2) is not available on a CPU"),
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=297), "npu_dynamic_mx_quant: dst_type=297 (float4_e1m2fn_x2) is not"),
-    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, block_size=64), "npu_dynamic_mx_quant: block_size=64 is not"),
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, scale_alg=1), "npu_dynamic_mx_quant: scale_alg=1 is not"),
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, dst_type_max=6.0), "npu_dynamic_mx_quant: dst_type_max=6.0 is not"),
     (lambda: mx.npu_grouped_dynamic_mx_quant(X, torch.tensor([2]), scale_alg=1), "npu_grouped_dynamic_mx_quant: scale_alg=1 is not"),
@@ -590,7 +589,9 @@ NOT_BUILT = [
 ]  # fmt: skip
 WRONG = [
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, axis=2), "axis must be an axis of 2 dimensions; got 2"),
-    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, block_size=33), "block_size must be 32; got 33"),
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, block_size=33), "block_size must be a multiple of 32, at most 1024; got 33"),
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, block_size=1056), "block_size must be a multiple of 32, at most 1024; got 1056"),
+    (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, block_size=0), "block_size must be a multiple of 32, at most 1024; got 0"),
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, max_low_bound=1.0), "max_low_bound must be 0 with scale_alg 0; got 1.0"),
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=24, round_mode="floor"), "round_mode must be 'rint' for fp8; got 'floor'"),
     (lambda: mx.npu_dynamic_mx_quant(X, dst_type=1), "dst_type must be float8_e5m2 or float8_e4m3fn; got 1"),

@@ -5,6 +5,7 @@ exactly, but behind an activation, where a number at a tie may be its neighbour.
 """
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,14 @@ def singles(tensor: Tensor) -> np.ndarray:
 
 def nearest(values: np.ndarray, dtype: torch.dtype) -> Tensor:
     """Numbers of a type, saturated; as float64, nibbles unpacked."""
-    if dtype in (torch.int8, torch.quint4x2, torch.uint8):
-        low, high = {torch.int8: (-128, 127), torch.quint4x2: (-8, 7), torch.uint8: (0, 255)}[dtype]
+    limits = {
+        torch.int8: (-128, 127),
+        torch.quint4x2: (-8, 7),
+        torch.uint8: (0, 255),
+        torch.int32: (-(2**31), 2**31 - 1),
+    }
+    if dtype in limits:
+        low, high = limits[dtype]
         return torch.from_numpy(np.clip(np.rint(np.nan_to_num(values)), low, high)).double()
     top = LARGEST[dtype]
     return torch.from_numpy(np.clip(values, -top, top)).float().to(dtype).double()
@@ -183,7 +190,9 @@ def test_hifloat8_is_not_built() -> None:
 
 @given(
     dtype=st.sampled_from(FLOATS),
-    target=st.sampled_from([torch.qint8, torch.int8, torch.quint4x2, torch.uint8, torch.float8_e4m3fn]),
+    target=st.sampled_from(
+        [torch.qint8, torch.int8, torch.quint4x2, torch.uint8, torch.float8_e4m3fn, torch.qint32, torch.int32]
+    ),
     axis=st.sampled_from([0, 1, 2, -1, -2]),
     form=st.sampled_from(["one", "axis", "full"]),
     offset=st.booleans(),
@@ -206,7 +215,7 @@ def test_quantize(
     if zeros is not None:
         values = values + spread(zeros)
     found = npu_quantize(x, scales, zeros, target, axis, divide)
-    stored = torch.int8 if target is torch.qint8 else target
+    stored = {torch.qint8: torch.int8, torch.qint32: torch.int32}.get(target, target)
     assert torch.equal(plain(found, stored), nearest(values, stored))
 
 
@@ -222,8 +231,13 @@ def test_quantize_refuses() -> None:
         npu_quantize(torch.ones(2, 4), torch.ones(3), None, torch.qint8)
     with pytest.raises(RuntimeError, match="npu_quantize: dtype must be"):
         npu_quantize(torch.ones(2, 4), torch.ones(4), None, torch.float32)
-    with pytest.raises(NotImplementedError, match="npu_quantize: dtype="):
-        npu_quantize(torch.ones(2, 4), torch.ones(4), None, torch.qint32)
+
+
+def test_quantize_to_int32_is_cut_at_its_limits() -> None:
+    x = torch.tensor([[2.5, -1e9, 3e9, -3e9, math.inf, -math.inf, math.nan]])
+    found = npu_quantize(x, torch.tensor([1.0]), None, torch.qint32)
+    assert found.dtype is torch.int32
+    assert found.tolist() == [[2, -(10**9), 2**31 - 1, -(2**31), 2**31 - 1, -(2**31), 0]]
 
 
 # ---------------------------------------------------------------------------- behind SwiGLU

@@ -21,6 +21,7 @@ from moeroute import check
 from moeroute.interop.torch_npu.arguments import dtype_of, npu_function, refused, unavailable
 
 BLOCK = 32
+_LARGEST_BLOCK = 1024  # of npu_dynamic_mx_quant alone
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _TOP = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}  # the exponent of the largest element, which is 1.75 * 2^top
 _MANTISSA = 0x7FFFFF
@@ -95,10 +96,10 @@ def quantize_blocks(rows: Tensor, quant_mode: int) -> tuple[Tensor, Tensor]:
     raise unavailable("npu_moe_init_routing_v2", "quant_mode", quant_mode, "fp8 with groups of 128")
 
 
-def _blocks(values: Tensor) -> Tensor:
-    """[..., n] as [..., blocks, 32], zeros behind the end."""
+def _blocks(values: Tensor, block: int = BLOCK) -> Tensor:
+    """[..., n] as [..., blocks, block], zeros behind the end."""
     size = values.shape[-1]
-    return pad(values, (0, -size % BLOCK)).unflatten(-1, (-(-size // BLOCK), BLOCK))
+    return pad(values, (0, -size % block)).unflatten(-1, (-(-size // block), block))
 
 
 def _largest(blocks: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def _largest(blocks: Tensor) -> Tensor:
 
 
 def _joined(elements: Tensor, size: int) -> Tensor:
-    """[..., blocks, 32] as [..., size]."""
+    """[..., blocks, block] as [..., size]."""
     return elements.view(torch.uint8).flatten(-2)[..., :size].contiguous().view(elements.dtype)
 
 
@@ -126,25 +127,23 @@ def npu_dynamic_mx_quant(
     dst_type_max: float = 0.0,
     max_low_bound: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Elements of e4m3fn or e5m2 (dst_type 24, 292 or 23, 291) in blocks of 32 along an axis, by OCP floor.
+    """Elements of e4m3fn or e5m2 (dst_type 24, 292 or 23, 291) in blocks of block_size along an axis, by OCP floor.
 
     Returns:
-        (the shape of input, of that dtype; the bytes of the scales, uint8: n elements on the axis have ceil(n / 64)
-        pairs there, and the pair is the last axis; an odd one that has no block is 0).
+        (the shape of input, of that dtype; the bytes of the scales, uint8: n elements on the axis have
+        ceil(n / (2 block_size)) pairs there, and the pair is the last axis; an odd one that has no block is 0).
     """
     function = "npu_dynamic_mx_quant"
     dtype = _element_type(function, dst_type, round_mode, input)
     if not -input.ndim <= axis < input.ndim:
         raise refused(function, "axis", f"an axis of {input.ndim} dimensions", axis)
-    if block_size != BLOCK:
-        if block_size > 0 and block_size % BLOCK == 0:
-            raise unavailable(function, "block_size", block_size)
-        raise refused(function, "block_size", "32", block_size)
+    if block_size not in range(BLOCK, _LARGEST_BLOCK + 1, BLOCK):
+        raise refused(function, "block_size", f"a multiple of 32, at most {_LARGEST_BLOCK}", block_size)
     _check_rule(function, scale_alg, dst_type_max)
     if max_low_bound != 0:
         raise refused(function, "max_low_bound", "0 with scale_alg 0", max_low_bound)
     with torch.no_grad():
-        elements, scale = floor_blocks(input.movedim(axis, -1), dtype)
+        elements, scale = floor_blocks(input.movedim(axis, -1), dtype, block_size)
         return elements.movedim(-1, axis).contiguous(), scale.movedim(-2, axis % input.ndim).contiguous()
 
 
@@ -209,9 +208,9 @@ def _element_type(function: str, dst_type: int | torch.dtype, round_mode: str, v
     return dtype
 
 
-def floor_blocks(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Elements [..., n] and scale bytes [..., ceil(n / 64), 2], blocks along the last axis, by OCP floor."""
-    blocks = _blocks(values.float())
+def floor_blocks(values: Tensor, dtype: torch.dtype, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Elements [..., n] and scale bytes [..., ceil(n / (2 block)), 2], blocks along the last axis, by OCP floor."""
+    blocks = _blocks(values.float(), block)
     scale = floor_scale(_largest(blocks), dtype)
     elements = _joined(quantize_elements(blocks, scale[..., None], dtype), values.shape[-1])
     scale = pad(scale, (0, scale.shape[-1] % 2))

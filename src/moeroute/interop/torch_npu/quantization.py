@@ -26,10 +26,13 @@ _CHUNK = 1 << 16  # elements; the float32 numbers of a step, and its intermediat
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """To the nearest number of a type, ties to even; saturated where the type is of 8 or 4 bits.
+    """To the nearest number of a type, ties to even; saturated in integers and where the type is of 8 bits.
 
     A NaN is 0 as an integer. quint4x2 is eight two's-complement nibbles in an int32, the first in the lowest bits.
     """
+    if dtype is torch.int32:
+        low, high = -(2.0**31), 2.0**31 - 1
+        return values.double().nan_to_num(0.0, high, low).round_().clamp_(low, high).to(dtype)
     if dtype in _INTEGERS:
         low, high = _INTEGERS[dtype]
         whole = values.nan_to_num(0.0, math.inf, -math.inf).round_().clamp_(low, high)
@@ -96,7 +99,7 @@ def _target(
     if value is None:
         return torch.int8
     dtype = dtype_of(function, argument, value)
-    dtype = torch.int8 if dtype is torch.qint8 else torch.uint8 if dtype is torch.quint8 else dtype
+    dtype = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}.get(dtype, dtype)
     if dtype not in allowed:
         raise refused(function, argument, f"one of {', '.join(map(str, allowed))}", value)
     return dtype
@@ -193,15 +196,14 @@ def npu_quantize(
         self: float.
         scales: one number, [C] for the C elements along `axis`, or of a shape that broadcasts to `self`.
         zero_points: as `scales`; None: 0.
-        dtype: int8 (or qint8), uint8 (or quint8), float8_e5m2, float8_e4m3fn, or quint4x2, of which int32 holds eight.
+        dtype: int8, uint8 or int32 (or qint8, quint8, qint32), float8_e5m2, float8_e4m3fn, or quint4x2, of which int32
+            holds eight.
         axis: the axis of `scales` [C].
         div_mode: divide by the scales, else multiply.
     """
     function = "npu_quantize"
     _float_input(function, "self", self, 1)
-    if dtype_of(function, "dtype", dtype) in (torch.qint32, torch.int32):
-        raise unavailable(function, "dtype", dtype, "int32")
-    target = _target(function, "dtype", dtype, (*LARGEST, torch.uint8))
+    target = _target(function, "dtype", dtype, (*LARGEST, torch.uint8, torch.int32))
     _check_nibbles(function, "self", self, target)
     axis = check.integer(function, "axis", axis, -self.ndim, max(self.ndim - 1, 1))
     scale = _along(function, "scales", scales, self, axis)

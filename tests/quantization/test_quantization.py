@@ -105,6 +105,9 @@ def plans() -> dict[str, moeroute.RoutingPlan]:
         "shared": moeroute.plan_from_row_of_slot(
             torch.randint(-1, 6, (11, 2), generator=generator), 11, 6, backend="reference"
         ),
+        "many": moeroute.plan_from_expert_ids(  # rows of a token are written 64 at a time
+            torch.randint(-1, 5, (3, 150), generator=generator), 4, backend="reference"
+        ),
     }
 
 
@@ -115,7 +118,7 @@ PLANS = plans()
 @pytest.mark.parametrize("which", PLANS)
 def test_rows_quantised_while_they_are_spread(which: str, dtype: torch.dtype, backend: Backend) -> None:
     plan, hidden = PLANS[which], 131
-    x = odd_rows(11, hidden, dtype, 5)
+    x = odd_rows(plan.num_tokens, hidden, dtype, 5)
     generator = torch.Generator().manual_seed(2)
     count = 4 if plan.rows_per_expert is None else len(plan.rows_per_expert)
     smooth = torch.randn(count, hidden, generator=generator).exp()
@@ -148,8 +151,8 @@ def test_one_scale_for_all_while_they_are_spread(which: str, dtype: torch.dtype,
     """The bits of `quantize`, then `spread`."""
     plan, hidden = PLANS[which], 131
     for tokens, scale, offset in (
-        (odd_rows(11, hidden, dtype, 5), 30.0, 0.5),
-        (odd_rows(11, 5000, dtype, 6), -1.0, 3.0),
+        (odd_rows(plan.num_tokens, hidden, dtype, 5), 30.0, 0.5),
+        (odd_rows(plan.num_tokens, 5000, dtype, 6), -1.0, 3.0),
     ):
         scale_, offset_ = torch.tensor([scale]), torch.tensor(offset)
         before = moeroute.quantize(tokens, scale_, offset_, backend="reference")

@@ -473,8 +473,14 @@ def get_updated_expert_bias(
         The new bias. The comparison with the mean is exact.
     """
     if tp_dp_cp_group is None:
-        state = hosts.load("interop.megatron.get_updated_expert_bias", "megatron.core.parallel_state", SUPPORTED)
-        tp_dp_cp_group = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        operator = "interop.megatron.get_updated_expert_bias"
+        state = hosts.load(operator, "megatron.core.parallel_state", SUPPORTED)
+        try:
+            tp_dp_cp_group = state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        except AssertionError as error:
+            raise check.wrong_value(
+                operator, "tp_dp_cp_group", "a process group where the host has none", None
+            ) from error
     torch.distributed.all_reduce(tokens_per_expert, group=tp_dp_cp_group)
     return update_expert_bias(expert_bias, tokens_per_expert.to(torch.int64), rate=expert_bias_update_rate)
 

@@ -698,6 +698,7 @@ def test_a_fork_while_another_thread_compiles() -> None:
     """The child compiles too; the thread that had Numba's lock is not there to give it back."""
     from numba.core.compiler_lock import global_compiler_lock
 
+    dispatch.module("rows", "cpu")  # with which a fork waits for that lock
     held = threading.Event()
 
     def hold() -> None:
@@ -715,6 +716,51 @@ def test_a_fork_while_another_thread_compiles() -> None:
     thread.join()
     assert os.waitpid(child, 0)[1] == 0
     assert numba.njit(lambda x: x + 2)(1) == 3
+
+
+FORK_WHILE_ANOTHER_THREAD_IMPORTS = """
+import importlib.abc, importlib.machinery, os, signal, sys, threading, time
+import torch, moeroute
+
+kernels, begun = "moeroute.ops.rows.on_numba", threading.Event()
+
+class Slow(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module):
+        begun.set()
+        time.sleep(0.5)
+        super().exec_module(module)
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != kernels:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        spec.loader = Slow(name, spec.origin)
+        return spec
+
+sys.meta_path.insert(0, Finder())
+plan = moeroute.plan_from_expert_ids(torch.tensor([[0, 1]]), 2, backend="reference")
+
+def copies():
+    return moeroute.permute(torch.ones(1, 3), plan).sum().item()
+
+thread = threading.Thread(target=copies)
+thread.start()
+begun.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    os._exit(0 if copies() == 6 else 1)
+thread.join()
+assert kernels in sys.modules
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_fork_while_another_thread_imports_kernels() -> None:
+    """The child would wait for ever for the lock of a module that nobody there imports."""
+    done = subprocess.run([sys.executable, "-c", FORK_WHILE_ANOTHER_THREAD_IMPORTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 class Routed(Dataset[Tensor]):

@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import threading
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, get_args
@@ -30,6 +31,14 @@ ROOMS = ("gating", "planning", "maps", "indices", "rows", "weights", "quantizati
 OLDEST_TRITON = (3, 2)
 OLDEST_INTERPRETER = (3, 6)  # older ones write int64 into int32 tensors, beyond their ends
 OLDEST_CAPABILITY = (8, 0)  # the first with bfloat16
+
+# Python leaves the lock of a module that another thread imports to a forked child, which would wait for it for ever. So
+# a fork waits for our imports.
+_importing = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_importing.acquire, after_in_parent=_importing.release, after_in_child=_importing.release
+    )
 
 _modules: dict[tuple[str, str], ModuleType] = {}
 _chosen: dict[tuple[str | None, torch.device, torch.dtype | None], Backend] = {}
@@ -146,7 +155,8 @@ def module(room: str, name: Backend) -> ModuleType:
     """The implementation `moeroute.ops.<room>.<file of the backend>`."""
     found = _modules.get((room, name))
     if found is None:
-        found = importlib.import_module(f"moeroute.ops.{room}.{FILES[name]}")
+        with _importing:
+            found = importlib.import_module(f"moeroute.ops.{room}.{FILES[name]}")
         if name != "cpu":  # whose launchers call nothing that autocast knows, and are too short for this
             _keep_from_autocast(found)
         _modules[room, name] = found

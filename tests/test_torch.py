@@ -694,15 +694,17 @@ def test_after_fork() -> None:
     assert parent.exitcode == 0
 
 
-def test_a_fork_while_another_thread_compiles() -> None:
-    """The child compiles too; the thread that had Numba's lock is not there to give it back."""
+@pytest.mark.parametrize("lock", ["Numba's", "LLVM's"])
+def test_a_fork_while_another_thread_compiles(lock: str) -> None:
+    """The child compiles too; the thread that had the lock is not there to give it back."""
+    from llvmlite.binding import ffi
     from numba.core.compiler_lock import global_compiler_lock
 
     dispatch.module("rows", "cpu")  # with which a fork waits for that lock
     held = threading.Event()
 
     def hold() -> None:
-        with global_compiler_lock:
+        with global_compiler_lock if lock == "Numba's" else ffi.lib._lock:
             held.set()
             time.sleep(0.3)
 

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import numba
 import torch
 from llvmlite import ir
+from llvmlite.binding import ffi
 from numba import int64, prange
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import NativeValue, intrinsic, models, register_model, unbox
@@ -49,21 +50,31 @@ _forked = False
 cache_refusal: str | None = None
 
 
+# LLVM's, of each call into it: code is also emitted, and freed, without the compiler's lock.
+_llvm_lock: Any = getattr(ffi.lib, "_lock", None) or threading.RLock()
+
+
+def _before_fork() -> None:
+    """A fork waits for a kernel that another thread compiles or loads: the child could never compile one."""
+    global_compiler_lock.acquire()
+    _llvm_lock.__enter__()
+
+
 def _after_fork() -> None:
+    _llvm_lock.__exit__(None, None, None)
+    global_compiler_lock.release()
+
+
+def _after_fork_in_child() -> None:
     # An OpenMP pool does not survive a fork; the child stays serial for good.
     global _forked, _lock
     _forked = True
     _lock = threading.Lock()
-    global_compiler_lock.release()
+    _after_fork()
 
 
 if hasattr(os, "register_at_fork"):
-    # A fork waits for a kernel that another thread compiles or loads: the child could never compile one.
-    os.register_at_fork(
-        before=global_compiler_lock.acquire,
-        after_in_parent=global_compiler_lock.release,
-        after_in_child=_after_fork,
-    )
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
 
 
 # ---------------------------------------------------------------------------- arguments

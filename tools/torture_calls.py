@@ -26,10 +26,10 @@ from moeroute.dispatch import Backend
 from moeroute.interop import megatron, torch_npu, transformer_engine
 from moeroute.interop.torch_npu.arguments import FUNCTIONS
 from moeroute.plan import RoutingPlan
+from moeroute.testing import assert_same_bits
 from test_bad_input import CALLS, NEVER, NOT_DENSE, ODD, SOMETIMES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MODULES: dict[str, types.ModuleType] = {
     "": moeroute,
     "nn": nn,
@@ -106,25 +106,7 @@ def parts(value: Any) -> Iterator[Any]:
 
 def same(a: Any, b: Any, what: str = "") -> None:
     """Equal bits in all parts, any NaN equal to any other."""
-    one, other = list(parts(a)), list(parts(b))
-    if len(one) != len(other):
-        raise AssertionError(f"{what}: {len(one)} and {len(other)} results")
-    for x, y in zip(one, other, strict=True):
-        if not isinstance(x, Tensor):
-            if x != y:
-                raise AssertionError(f"{what}: {x} and {y}")
-        elif x.dtype is not y.dtype or x.shape != y.shape or not _equal(x.detach(), y.detach()):
-            raise AssertionError(f"{what}: {x.dtype} {list(x.shape)} differ")
-
-
-def _equal(x: Tensor, y: Tensor) -> bool:
-    if x.is_floating_point():
-        nan = x.isnan()
-        if not torch.equal(nan, y.isnan()):
-            return False
-        x, y = x.masked_fill(nan, 0), y.masked_fill(nan, 0)
-    x, y = x.contiguous(), y.contiguous()
-    return torch.equal(x.view(BITS[x.element_size()]), y.view(BITS[y.element_size()])) if x.numel() else True
+    assert_same_bits(list(parts(a)), list(parts(b)), what)
 
 
 # ---------------------------------------------------------------------------- what is drawn

@@ -183,7 +183,7 @@ def _backend_check(name: str, overload: Any) -> Callable[[tuple[Any, ...]], None
     at = parameters.index("backend") if "backend" in parameters else None
 
     def checked(arguments: tuple[Any, ...]) -> None:
-        if at is not None and at < len(arguments) and not isinstance(arguments[at], str | None):
+        if at is not None and at < len(arguments) and not (arguments[at] is None or isinstance(arguments[at], str)):
             raise check.wrong_type(name, "backend", "a str or None", arguments[at])
 
     return checked
